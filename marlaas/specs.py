@@ -1,0 +1,430 @@
+"""What a user may ask for: the fleet and its tenants, with the limits of every field.
+
+`load_fleet` is the one way in. It reads a YAML file, checks it whole and raises `SpecError` with one line a
+problem; a `FleetSpec` that exists is one that can be started.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from marlaas.errors import SpecError
+from marlaas.training.losses import algorithm_names
+
+DNS_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def _dns_label(value: str) -> str:
+    if not re.fullmatch(DNS_LABEL, value):
+        raise ValueError("must be a DNS label: 1 to 63 of a-z, 0-9 and '-', with no '-' at either end")
+    return value
+
+
+def _algorithm(value: str) -> str:
+    if value not in algorithm_names():
+        raise ValueError(f"must be one of {', '.join(algorithm_names())}")
+    return value
+
+
+Name = Annotated[str, AfterValidator(_dns_label)]
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class Spec(BaseModel):
+    """Base of all specs: unknown keys are refused, values never change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelSpec(Spec):
+    """The base model that all tenants share."""
+
+    source: str = Field(
+        "smollm2-135m-instruct",
+        min_length=1,
+        description="alias, folder with config.json, .gguf file, or hub id",
+    )
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    device: str = Field("auto", pattern=r"^(auto|cpu|(cuda|npu)(:\d+)?)$")
+    cache: Path = Path("~/.cache/marlaas")
+    trust_remote_code: Literal[False] = False
+
+
+class StoreSpec(Spec):
+    """Where artifacts go: a folder, or s3://bucket/prefix with s3fs options."""
+
+    url: str = Field(".marlaas/store", min_length=1)
+    options: dict[str, Any] = Field(default_factory=dict, repr=False)
+
+
+class ServicesSpec(Spec):
+    """PostgreSQL, the Prefect server and the MLflow server: embedded, or somebody else's by URL."""
+
+    state: Path = Path(".marlaas")
+    database: str = Field("embedded", pattern=r"^(embedded|postgresql://.+)$", repr=False)
+    prefect_api_url: str | None = Field(None, pattern=r"^https?://.+")
+    mlflow_tracking_uri: str | None = Field(None, pattern=r"^https?://.+")
+    max_start_seconds: float = Field(120, gt=0, le=3600)
+
+
+class PoolSpec(Spec):
+    """The shared pool: what fits on it at once."""
+
+    max_rank: int = Field(32, ge=1, le=256)
+    max_adapters: int = Field(32, ge=1, le=1024, description="jobs that train at the same time")
+    max_sequences: int = Field(256, ge=1, le=4096, description="sequences in the running batch")
+    max_sequence_tokens: int = Field(256, ge=16, le=131072, description="prompt and completion together")
+    train_tokens: int = Field(8192, ge=128, description="tokens of one training micro-batch, padding included")
+    coalesce_seconds: float = Field(0.05, ge=0, le=10, description="how long an update waits for company")
+    threads: int | None = Field(None, ge=1, description="CPU threads of the device; default: all cores")
+
+
+class PromptSpec(Spec):
+    """How a question becomes chat messages. `template` must contain `{question}`."""
+
+    system: str | None = None
+    template: str = "{question}"
+    examples: list[tuple[str, str]] = Field(
+        default_factory=list, max_length=16, description="earlier turns shown to the model: question, reply"
+    )
+
+    @model_validator(mode="after")
+    def _template_has_question(self) -> PromptSpec:
+        if "{question}" not in self.template:
+            raise ValueError(f"template {self.template!r} must contain {{question}}")
+        return self
+
+
+class AnswerSpec(Spec):
+    """How the answer is taken out of a completion before it is scored."""
+
+    extract: Literal["whole", "last_number", "answer_tag", "last_line", "boxed", "pattern"] = "whole"
+    pattern: str | None = Field(None, description="regular expression whose first group is the answer")
+
+    @model_validator(mode="after")
+    def _pattern_compiles(self) -> AnswerSpec:
+        if (self.extract == "pattern") != (self.pattern is not None):
+            raise ValueError("pattern must be given exactly when extract is 'pattern'")
+        if self.pattern is not None:
+            try:
+                groups = re.compile(self.pattern).groups
+            except re.error as error:
+                raise ValueError(f"pattern {self.pattern!r} is not a regular expression: {error}") from None
+            if groups < 1:
+                raise ValueError(f"pattern {self.pattern!r} must have a group that captures the answer")
+        return self
+
+
+class EnvironmentBase(Spec):
+    """What every environment has: a prompt, an answer, a time limit and a limit on concurrency."""
+
+    prompt: PromptSpec = PromptSpec()
+    answer: AnswerSpec = AnswerSpec()
+    timeout_seconds: float = Field(10, gt=0, le=3600, description="limit of one reset or step")
+    concurrency: int = Field(64, ge=1, le=4096, description="calls in flight at once")
+
+
+class ReasoningGymSpec(EnvironmentBase):
+    """A data set of reasoning-gym, scored by its own scorer."""
+
+    kind: Literal["reasoning_gym"]
+    dataset: str
+    settings: dict[str, Any] = Field(default_factory=dict, description="of the data set; not size or seed")
+
+
+class DatasetSpec(EnvironmentBase):
+    """A JSONL or Parquet file of questions and answers. Held-out examples are split off by a hash."""
+
+    kind: Literal["dataset"]
+    path: str
+    question_column: str = "prompt"
+    answer_column: str = "answer"
+    scoring: Literal["exact", "numeric", "math"] = "exact"
+    held_out_share: float = Field(0.2, gt=0, lt=1)
+
+
+class CustomSpec(EnvironmentBase):
+    """A user's class, run in a process of its own with limits."""
+
+    kind: Literal["custom"]
+    entry: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="module:Class")
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    path: Path | None = Field(None, description="folder to import from; default: the fleet file's")
+    memory_mb: int = Field(2048, ge=64)
+
+
+EnvironmentSpec = Annotated[ReasoningGymSpec | DatasetSpec | CustomSpec, Field(discriminator="kind")]
+
+
+class LoraSpec(Spec):
+    """The shape of a tenant's adapter. The delta of a module is alpha / rank * B A x."""
+
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32, gt=0, le=4096)
+    targets: tuple[Literal[TARGETS], ...] = Field(TARGETS, min_length=1)  # type: ignore[valid-type]
+
+    @model_validator(mode="after")
+    def _targets_are_distinct(self) -> LoraSpec:
+        if len(set(self.targets)) != len(self.targets):
+            raise ValueError(f"targets {list(self.targets)} must be distinct")
+        return self
+
+
+class AlgorithmSpec(Spec):
+    """The policy-gradient loss. Clip bounds are those of the ratio: [1 - clip_low, 1 + clip_high]."""
+
+    name: Annotated[str, AfterValidator(_algorithm)] = "grpo"
+    clip_low: float = Field(0.2, gt=0, le=1)
+    clip_high: float = Field(0.28, gt=0, le=10)
+    normalize_std: bool = False
+    kl_coefficient: float = Field(0.0, ge=0, le=10)
+
+
+class SamplingSpec(Spec):
+    """How rollouts are drawn."""
+
+    temperature: float = Field(1.0, gt=0, le=10)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0, description="0: no limit")
+    max_tokens: int = Field(64, ge=1)
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), max_length=16)
+
+
+class OptimizerSpec(Spec):
+    """AdamW and its schedule, one for each tenant."""
+
+    learning_rate: float = Field(1e-4, gt=0, le=1)
+    schedule: Literal["constant", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    final_share: float = Field(0.1, ge=0, le=1, description="of the learning rate, at the end of cosine")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.99)
+    epsilon: float = Field(1e-8, gt=0, le=1e-2)
+    weight_decay: float = Field(0.0, ge=0, le=1)
+    max_grad_norm: float = Field(1.0, gt=0)
+
+
+class QuotaSpec(Spec):
+    """A tenant's share of the pool."""
+
+    weight: float = Field(1.0, gt=0, le=1000)
+    max_sequences: int | None = Field(None, ge=1, description="of this tenant in the running batch")
+
+
+class EvaluationSpec(Spec):
+    """CoLD evaluation on held-out examples, downstream of training."""
+
+    enabled: bool = True
+    examples: int = Field(200, ge=10, le=100_000)
+    seed: Seed = 1_000_000
+    max_tokens: int | None = Field(None, ge=1, description="default: sampling.max_tokens")
+    alpha: float = Field(0.1, gt=0, le=1)
+    beta: float = Field(0.5, ge=0, le=10)
+    confidence: float = Field(0.95, gt=0.5, lt=1)
+    correct_at: float = Field(1.0, gt=0, description="a reward of at least this counts as correct")
+
+
+class TenantSpec(Spec):
+    """One job of one tenant: what to learn, with what, and how long."""
+
+    name: Name
+    job: Name | None = Field(None, description="default: the fleet's name")
+    environment: EnvironmentSpec
+    lora: LoraSpec = LoraSpec()
+    algorithm: AlgorithmSpec = AlgorithmSpec()
+    group_size: int = Field(8, ge=2, le=1024)
+    prompts_per_step: int = Field(8, ge=1, le=4096)
+    steps: int = Field(ge=1, le=1_000_000)
+    sampling: SamplingSpec = SamplingSpec()
+    optimizer: OptimizerSpec = OptimizerSpec()
+    max_staleness: int = Field(1, ge=0, le=64)
+    publish_every: int = Field(10, ge=1, description="steps between published versions; the last always is")
+    seed: Seed = 0
+    quota: QuotaSpec = QuotaSpec()
+    evaluation: EvaluationSpec = EvaluationSpec()
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> TenantSpec:
+        if self.optimizer.warmup_steps > self.steps:
+            raise ValueError(
+                f"optimizer.warmup_steps {self.optimizer.warmup_steps} must be at most steps {self.steps}"
+            )
+        return self
+
+
+class FleetSpec(Spec):
+    """Everything one run needs: the shared parts, and the tenants."""
+
+    name: Name
+    model: ModelSpec = ModelSpec()
+    store: StoreSpec = StoreSpec()
+    services: ServicesSpec = ServicesSpec()
+    pool: PoolSpec = PoolSpec()
+    tenants: tuple[TenantSpec, ...] = Field(min_length=1)
+
+    def tenant(self, name: str) -> TenantSpec:
+        """The tenant of that name; KeyError if there is none."""
+        return next(t for t in self.tenants if t.name == name)
+
+    def job(self, tenant: TenantSpec) -> str:
+        """The name of a tenant's job."""
+        return tenant.job or self.name
+
+
+def load_fleet(path: Path) -> FleetSpec:
+    """Reads and checks a fleet file. Raises SpecError with every problem found; starts nothing."""
+    source = str(path)
+    fleet = parse_fleet(_read_yaml(path), source)
+    problems = [*_pool_problems(fleet), *_environment_problems(fleet, path.parent)]
+    if problems:
+        raise SpecError(source, problems)
+    return fleet
+
+
+def parse_fleet(document: Any, source: str = "fleet") -> FleetSpec:
+    """Builds a FleetSpec from plain data; `defaults` are laid under each tenant. Raises SpecError."""
+    if not isinstance(document, dict):
+        raise SpecError(source, [f"must be a mapping with name, model and tenants, not {_shown(document)}"])
+    document = dict(document)
+    defaults = document.pop("defaults", {})
+    tenants = document.get("tenants")
+    if not isinstance(defaults, dict):
+        raise SpecError(source, [f"defaults: {_shown(defaults)} must be a mapping of tenant fields"])
+    if isinstance(tenants, list):
+        document["tenants"] = [_overlay(defaults, t) if isinstance(t, dict) else t for t in tenants]
+    try:
+        return FleetSpec.model_validate(document)
+    except ValidationError as error:
+        raise SpecError(source, [_problem(e) for e in error.errors()]) from None
+
+
+def _overlay(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(under)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _overlay(merged[key], value) if both else value
+    return merged
+
+
+def _problem(error: Any) -> str:
+    """One line for one pydantic error: field, what is allowed, value given."""
+    field = _field_path(error["loc"])
+    kind, message = error["type"], error["msg"].removeprefix("Value error, ")
+    if kind == "extra_forbidden":
+        return f"{field}: unknown key; {_allowed_keys(error['loc'])}"
+    if kind == "missing":
+        return f"{field}: is required"
+    if isinstance(error["input"], dict):
+        return f"{field}: {message}"
+    return f"{field}: {_shown(error['input'])} is not allowed: {message}"
+
+
+def _field_path(loc: tuple[int | str, ...]) -> str:
+    parts = [part for part in loc if part not in ("reasoning_gym", "dataset", "custom") or part == loc[-1]]
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+    return text.removeprefix(".") or "fleet"
+
+
+def _allowed_keys(loc: tuple[int | str, ...]) -> str:
+    owner: Any = FleetSpec
+    kinds = {"reasoning_gym": ReasoningGymSpec, "dataset": DatasetSpec, "custom": CustomSpec}
+    for part in loc[:-1]:
+        if isinstance(part, int):
+            continue
+        if part == "tenants":
+            owner = TenantSpec
+        elif part in kinds and owner is EnvironmentBase:
+            owner = kinds[part]
+        elif part == "environment":
+            owner = EnvironmentBase
+        else:
+            owner = owner.model_fields[part].annotation
+    return f"allowed are {', '.join(owner.model_fields)}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _pool_problems(fleet: FleetSpec) -> list[str]:
+    pool, problems = fleet.pool, []
+    seen: dict[str, int] = {}
+    for i, tenant in enumerate(fleet.tenants):
+        at = f"tenants[{i}]"
+        if tenant.name in seen:
+            problems.append(
+                f"{at}.name: {tenant.name!r} is used by tenants[{seen[tenant.name]}]; names must be distinct"
+            )
+        seen.setdefault(tenant.name, i)
+        if tenant.lora.rank > pool.max_rank:
+            problems.append(
+                f"{at}.lora.rank: {tenant.lora.rank} must be at most pool.max_rank {pool.max_rank}"
+            )
+        longest = max(tenant.sampling.max_tokens, tenant.evaluation.max_tokens or 0)
+        if longest >= pool.max_sequence_tokens:
+            problems.append(
+                f"{at}.sampling.max_tokens: {longest} must leave room for a prompt in "
+                f"pool.max_sequence_tokens {pool.max_sequence_tokens}"
+            )
+        cap = tenant.quota.max_sequences
+        if cap is not None and cap > pool.max_sequences:
+            problems.append(
+                f"{at}.quota.max_sequences: {cap} must be at most pool.max_sequences {pool.max_sequences}"
+            )
+    if len(fleet.tenants) > pool.max_adapters:
+        problems.append(
+            f"tenants: {len(fleet.tenants)} tenants do not fit in pool.max_adapters {pool.max_adapters}"
+        )
+    return problems
+
+
+def _environment_problems(fleet: FleetSpec, folder: Path) -> list[str]:
+    from marlaas.environments import check_environment
+
+    problems = []
+    for i, tenant in enumerate(fleet.tenants):
+        problem = check_environment(tenant.environment, folder)
+        if problem:
+            problems.append(f"tenants[{i}].environment.{problem}")
+    return problems
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML without the silent rule that the last of two equal keys wins."""
+
+
+def _construct_unique(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    loader.flatten_mapping(node)
+    seen: set[Any] = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node)
+        if key in seen:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {key!r} is given twice", key_node.start_mark
+            )
+        seen.add(key)
+    return loader.construct_mapping(node, deep=True)
+
+
+_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_unique)
+
+
+def _read_yaml(path: Path) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(str(path), [f"cannot be read: {error}"]) from None
+    try:
+        return yaml.load(text, Loader=_UniqueKeyLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise SpecError(
+            str(path), [f"{where}is not valid YAML: {getattr(error, 'problem', None) or error}"]
+        ) from None
