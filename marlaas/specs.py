@@ -251,9 +251,7 @@ class TenantSpec(Spec):
     @model_validator(mode="after")
     def _schedule_fits(self) -> TenantSpec:
         if self.optimizer.warmup_steps > self.steps:
-            raise ValueError(
-                f"optimizer.warmup_steps {self.optimizer.warmup_steps} must be at most steps {self.steps}"
-            )
+            raise ValueError(f"optimizer.warmup_steps {self.optimizer.warmup_steps} must be at most steps {self.steps}")
         return self
 
 
@@ -363,9 +361,7 @@ def _pool_problems(fleet: FleetSpec) -> list[str]:
             )
         seen.setdefault(tenant.name, i)
         if tenant.lora.rank > pool.max_rank:
-            problems.append(
-                f"{at}.lora.rank: {tenant.lora.rank} must be at most pool.max_rank {pool.max_rank}"
-            )
+            problems.append(f"{at}.lora.rank: {tenant.lora.rank} must be at most pool.max_rank {pool.max_rank}")
         longest = max(tenant.sampling.max_tokens, tenant.evaluation.max_tokens or 0)
         if longest >= pool.max_sequence_tokens:
             problems.append(
@@ -374,13 +370,9 @@ def _pool_problems(fleet: FleetSpec) -> list[str]:
             )
         cap = tenant.quota.max_sequences
         if cap is not None and cap > pool.max_sequences:
-            problems.append(
-                f"{at}.quota.max_sequences: {cap} must be at most pool.max_sequences {pool.max_sequences}"
-            )
+            problems.append(f"{at}.quota.max_sequences: {cap} must be at most pool.max_sequences {pool.max_sequences}")
     if len(fleet.tenants) > pool.max_adapters:
-        problems.append(
-            f"tenants: {len(fleet.tenants)} tenants do not fit in pool.max_adapters {pool.max_adapters}"
-        )
+        problems.append(f"tenants: {len(fleet.tenants)} tenants do not fit in pool.max_adapters {pool.max_adapters}")
     return problems
 
 
@@ -405,9 +397,7 @@ def _construct_unique(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[A
     for key_node, _ in node.value:
         key = loader.construct_object(key_node)
         if key in seen:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"the key {key!r} is given twice", key_node.start_mark
-            )
+            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", key_node.start_mark)
         seen.add(key)
     return loader.construct_mapping(node, deep=True)
 
@@ -425,6 +415,4 @@ def _read_yaml(path: Path) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise SpecError(
-            str(path), [f"{where}is not valid YAML: {getattr(error, 'problem', None) or error}"]
-        ) from None
+        raise SpecError(str(path), [f"{where}is not valid YAML: {getattr(error, 'problem', None) or error}"]) from None

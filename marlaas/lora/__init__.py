@@ -1,0 +1,16 @@
+"""Resident adapters: where their weights lie, and how they are added to the base model's linears."""
+
+from marlaas.lora.bank import AdapterBank
+from marlaas.lora.layers import LoraBatch, Segment
+from marlaas.lora.layout import AdapterLayout, AdapterShape
+from marlaas.lora.peft_format import export_peft, import_peft
+
+__all__ = [
+    "AdapterBank",
+    "AdapterLayout",
+    "AdapterShape",
+    "LoraBatch",
+    "Segment",
+    "export_peft",
+    "import_peft",
+]

@@ -1,0 +1,1 @@
+"""Policy training: many tenants' batches in shared passes, each with its own optimizer."""

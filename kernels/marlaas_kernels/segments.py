@@ -1,0 +1,66 @@
+"""Multi-LoRA over contiguous segments: tokens sorted by adapter, two matrix products a segment and part.
+
+A segment never reads or writes another segment's rows, so whatever one adapter computes (NaN included) stays
+with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class SegmentWeights:
+    """One adapter at one fused linear, for the tokens `[start, end)`.
+
+    a: `[parts * rank, I]`, the shrink matrices of all its parts; b: one `[size, rank]` a part;
+    columns: each part's slice `(start, size)` of the output.
+    """
+
+    start: int
+    end: int
+    scale: float
+    a: torch.Tensor
+    b: Sequence[torch.Tensor]
+    columns: Sequence[tuple[int, int]]
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0] // len(self.b)
+
+
+def multi_lora_(y_TO: torch.Tensor, x_TI: torch.Tensor, segments: Sequence[SegmentWeights]) -> list[torch.Tensor]:
+    """Adds every segment's delta to y in place; returns the scaled shrunk activations, one `[n, parts * rank]` each."""
+    shrunk = []
+    for s in segments:
+        h = (x_TI[s.start : s.end] @ s.a.T).mul_(s.scale)
+        for part, (b_OR, (column, size)) in enumerate(zip(s.b, s.columns, strict=True)):
+            h_part = h[:, part * s.rank : (part + 1) * s.rank]
+            y_TO[s.start : s.end, column : column + size].addmm_(h_part, b_OR.T)
+        shrunk.append(h)
+    return shrunk
+
+
+def multi_lora_backward(
+    dy_TO: torch.Tensor,
+    x_TI: torch.Tensor,
+    shrunk: Sequence[torch.Tensor],
+    segments: Sequence[SegmentWeights],
+    gradients: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]],
+) -> torch.Tensor:
+    """Gradient with respect to x, `[T, I]`; those of A and B are added into `gradients` (one (a, [b...]) a segment)."""
+    dx_TI = torch.zeros_like(x_TI)
+    for s, h, (grad_a, grad_b) in zip(segments, shrunk, gradients, strict=True):
+        dh = torch.empty_like(h)
+        for part, (b_OR, (column, size)) in enumerate(zip(s.b, s.columns, strict=True)):
+            window = slice(part * s.rank, (part + 1) * s.rank)
+            dy_part = dy_TO[s.start : s.end, column : column + size]
+            dh[:, window] = dy_part @ b_OR
+            grad_b[part].add_(dy_part.T @ h[:, window])
+        dh.mul_(s.scale)
+        grad_a.add_(dh.T @ x_TI[s.start : s.end])
+        dx_TI[s.start : s.end] = dh @ s.a
+    return dx_TI

@@ -1,0 +1,117 @@
+"""Where each tensor of an adapter lies inside its slot: an adapter is one flat vector.
+
+One vector an adapter makes the optimizer, clipping, copies and checkpoints single operations, and makes it
+impossible for one adapter's optimizer to touch another's parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from marlaas.errors import AdapterError
+from marlaas.transformer import Part, Site, Transformer
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """Rank, alpha and target modules of one adapter; the delta is scaled by alpha / rank."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
+class SiteSlice:
+    """One fused linear's share of the vector: the A matrices of its targeted parts in a row, then their Bs."""
+
+    offset: int
+    inputs: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A view `[rank, in]` (A) or `[out, rank]` (B) of one module's matrix."""
+
+    layer: int
+    module: str
+    matrix: str
+    tensor: torch.Tensor
+
+
+class AdapterLayout:
+    """Offsets of an adapter's tensors for one base model and one shape. `size` is in elements."""
+
+    def __init__(self, transformer: Transformer, shape: AdapterShape) -> None:
+        """Raises AdapterError if the base model has none of the targets, or lacks one."""
+        self.shape = shape
+        self._sites: dict[tuple[int, str], SiteSlice] = {}
+        offset = 0
+        found: set[str] = set()
+        for site in transformer.sites:
+            parts = tuple(p for p in site.parts if p.module in shape.targets)
+            found.update(p.module for p in parts)
+            if parts:
+                self._sites[site_key(site)] = SiteSlice(offset, site.inputs, parts)
+                offset += shape.rank * sum(site.inputs + p.size for p in parts)
+        missing = [t for t in shape.targets if t not in found]
+        if missing or not found:
+            raise AdapterError(f"lora.targets: {missing or 'none'} match no module of the base model")
+        self.size = offset
+
+    def __contains__(self, site: Site) -> bool:
+        return site_key(site) in self._sites
+
+    def site(self, site: Site) -> SiteSlice:
+        """The slice of a targeted fused linear."""
+        return self._sites[site_key(site)]
+
+    def matrices(self, vector: torch.Tensor, site: Site) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Views into `vector` (1-D): A `[parts * rank, in]` and one B `[out, rank]` a part."""
+        s, rank = self.site(site), self.shape.rank
+        rows = len(s.parts) * rank
+        a = vector.narrow(0, s.offset, rows * s.inputs).view(rows, s.inputs)
+        offset, b = s.offset + rows * s.inputs, []
+        for part in s.parts:
+            b.append(vector.narrow(0, offset, part.size * rank).view(part.size, rank))
+            offset += part.size * rank
+        return a, b
+
+    def tensors(self, vector: torch.Tensor, sites: Sequence[Site]) -> Iterator[NamedTensor]:
+        """Every matrix of the adapter as a view into `vector`, layer by layer."""
+        for site in sites:
+            if site in self:
+                a, b = self.matrices(vector, site)
+                for i, part in enumerate(self.site(site).parts):
+                    rows = slice(i * self.shape.rank, (i + 1) * self.shape.rank)
+                    yield NamedTensor(site.layer, part.module, "A", a[rows])
+                    yield NamedTensor(site.layer, part.module, "B", b[i])
+
+    @cached_property
+    def scale(self) -> float:
+        return self.shape.scale
+
+    def initialise_(self, vector: torch.Tensor, sites: Sequence[Site], seed: int) -> None:
+        """PEFT's default start, in place: A uniform as Kaiming (a = sqrt 5), B zero. The same on every device."""
+        generator = torch.Generator().manual_seed(seed)
+        vector.zero_()
+        for named in self.tensors(vector, sites):
+            if named.matrix == "A":
+                bound = 1 / math.sqrt(named.tensor.shape[1])
+                drawn = torch.rand(named.tensor.shape, generator=generator)
+                named.tensor.copy_(drawn * (2 * bound) - bound)
+
+
+def site_key(site: Site) -> tuple[int, str]:
+    """What names a fused linear: its layer and its first module."""
+    return site.layer, site.parts[0].module

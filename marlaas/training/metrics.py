@@ -1,0 +1,67 @@
+"""What an update reports about one job's step, summed over its micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from marlaas.training.advantages import GroupAdvantages
+from marlaas.training.batch import TrainingBatch
+from marlaas.training.losses.base import kl_to_reference
+
+
+@dataclass
+class TokenSums:
+    """Sums over sampled tokens; `reference_tokens` counts those whose base log-prob was computed."""
+
+    tokens: int = 0
+    loss: float = 0.0
+    entropy: float = 0.0
+    clipped: float = 0.0
+    gap: float = 0.0
+    kl: float = 0.0
+    reference_tokens: int = 0
+
+    def add(
+        self,
+        loss: torch.Tensor,
+        entropy: torch.Tensor,
+        clipped: torch.Tensor,
+        logprobs: torch.Tensor,
+        behaviour: torch.Tensor,
+        reference: torch.Tensor | None,
+    ) -> None:
+        """Adds one micro-batch's tokens, `[n]` each; reference may be of the first tokens only."""
+        self.tokens += len(logprobs)
+        self.loss += float(loss.sum())
+        self.entropy += float(entropy.sum())
+        self.clipped += float(clipped.sum())
+        self.gap += float((logprobs - behaviour).abs().sum())
+        if reference is not None:
+            self.kl += float(kl_to_reference(logprobs[: len(reference)], reference).sum())
+            self.reference_tokens += len(reference)
+
+
+def step_metrics(batch: TrainingBatch, groups: GroupAdvantages, sums: TokenSums) -> dict[str, float]:
+    """Named metrics of one step.
+
+    logprob_gap: mean |trainer - sampler| log-prob; at staleness 0 it is numerics alone. kl_to_base: k3 estimate, on
+    all sampled tokens if the loss has a KL term, else on the step's first packed row.
+    """
+    rewards = np.array([s.reward for s in batch.samples])
+    n = sums.tokens
+    return {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "saturated_share": groups.saturated_share,
+        "loss": sums.loss / n,
+        "entropy": sums.entropy / n,
+        "clip_share": sums.clipped / n,
+        "logprob_gap": sums.gap / n,
+        "kl_to_base": sums.kl / max(1, sums.reference_tokens),
+        "staleness": float(batch.staleness),
+        "sampled_tokens": float(n),
+        "completion_tokens_mean": n / len(batch.samples),
+    }

@@ -1,0 +1,52 @@
+"""Small real engines for tests: the tiny random Llama, adapters with weights that matter, and samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from marlaas.lora import AdapterBank, AdapterLayout, AdapterShape
+from marlaas.models import BaseModel, load_base_model
+from marlaas.specs import TARGETS, ModelSpec, TenantSpec
+from marlaas.training.batch import TrainingBatch, TrainingSample
+
+
+def tiny_model(cache: Path, dtype: str = "float32") -> BaseModel:
+    return load_base_model(ModelSpec(source="tiny-random", dtype=dtype, device="cpu", cache=cache))
+
+
+def tenant(name: str = "a", **fields: object) -> TenantSpec:
+    environment = {"kind": "reasoning_gym", "dataset": "chain_sum"}
+    return TenantSpec.model_validate({"name": name, "environment": environment, "steps": 10, **fields})
+
+
+def random_adapter(base: BaseModel, rank: int, seed: int, targets: tuple[str, ...] = TARGETS):
+    """Layout and a vector whose deltas are large enough to change what the model says."""
+    layout = AdapterLayout(base.transformer, AdapterShape(rank, 2.0 * rank, targets))
+    generator = torch.Generator().manual_seed(seed)
+    return layout, torch.randn(layout.size, generator=generator) * 0.08
+
+
+def resident(base: BaseModel, adapters: dict[str, tuple[AdapterLayout, torch.Tensor]]) -> AdapterBank:
+    size = max(layout.size for layout, _ in adapters.values())
+    bank = AdapterBank(len(adapters), size, base.transformer.dtype, base.transformer.device)
+    for name, (layout, vector) in adapters.items():
+        bank.add(name, layout).vector.copy_(vector)
+    return bank
+
+
+def random_batch(base: BaseModel, job: str, seed: int, groups: int = 3, members: int = 4) -> TrainingBatch:
+    """Groups that share a prompt of random length, completions of random lengths, plausible log-probs."""
+    rng = np.random.default_rng(seed)
+    vocabulary, samples = base.transformer.geometry.vocabulary, []
+    for group in range(groups):
+        prompt = rng.integers(0, vocabulary, rng.integers(3, 12))
+        for _ in range(members):
+            own = rng.integers(0, vocabulary, rng.integers(1, 9))
+            mask = np.r_[np.zeros(len(prompt), bool), np.ones(len(own), bool)]
+            logprobs = np.where(mask, rng.uniform(-8, -3, len(mask)), 0.0)
+            tokens = np.r_[prompt, own]
+            samples.append(TrainingSample(str(group), tokens, mask, logprobs, float(rng.integers(0, 2))))
+    return TrainingBatch(job, samples)
