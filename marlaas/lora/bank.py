@@ -21,10 +21,10 @@ class Resident:
 
 
 class AdapterBank:
-    """`[slots, size]` weights. A freed slot is zeroed before anyone else gets it."""
+    """`[slots, size]` weights. A slot is zeroed when it is given out; on a CPU, untouched slots take no memory."""
 
     def __init__(self, slots: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.weights_SP = torch.zeros(slots, size, dtype=dtype, device=device)
+        self.weights_SP = torch.empty(slots, size, dtype=dtype, device=device)
         self._resident: dict[Hashable, Resident] = {}
         self._free = list(range(slots - 1, -1, -1))
 
@@ -50,11 +50,10 @@ class AdapterBank:
         if not self._free:
             raise AdapterError(f"{key}: all {self.weights_SP.shape[0]} adapter slots are taken")
         slot = self._free.pop()
+        self.weights_SP[slot].zero_()
         self._resident[key] = Resident(slot, layout, self.weights_SP[slot, : layout.size])
         return self._resident[key]
 
     def remove(self, key: Hashable) -> None:
-        """Frees and zeroes the slot of `key`."""
-        resident = self._resident.pop(key)
-        self.weights_SP[resident.slot].zero_()
-        self._free.append(resident.slot)
+        """Frees the slot of `key`."""
+        self._free.append(self._resident.pop(key).slot)

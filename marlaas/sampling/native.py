@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from marlaas.attention import Block, DecodeAttention, KeyValueCache, PrefillAttention
-from marlaas.errors import RequestError
+from marlaas.errors import MarlaasError, RequestError
 from marlaas.lora import AdapterBank, LoraBatch, Segment
 from marlaas.models import BaseModel
 from marlaas.sampling.cold import cold_logits
@@ -27,7 +27,7 @@ from marlaas.sampling.queue import FairQueue
 PREFILL_TOKENS = 4096
 _ROWS_OF_A_COLD_REQUEST = 2
 
-OnDone = Callable[[Sample], None]
+OnDone = Callable[[Sample | MarlaasError], None]
 
 
 @dataclass
@@ -119,13 +119,17 @@ class NativeSampler:
             self._extend(self._running, self._decode(report), report)
         return report
 
-    def abort(self, error_of: Callable[[SamplingRequest], None]) -> None:
-        """Drops everything that waits or runs, calling `error_of` for each request."""
-        for item in [*self._running, *self.queue.drain()]:
-            error_of(item.request)
-        self._running.clear()
-        self._rows.clear()
-        self._users.clear()
+    def cancel(self, unwanted: Callable[[SamplingRequest], bool], error: MarlaasError) -> None:
+        """Drops the waiting and running requests that are unwanted; each gets the error."""
+        running = [item for item in self._running if unwanted(item.request)]
+        waiting = self.queue.remove(lambda item: unwanted(item.request))
+        self._running = [item for item in self._running if not unwanted(item.request)]
+        for item in running:
+            self._leave(item)
+        for item in waiting:
+            self._release_adapter(item)
+        for item in [*running, *waiting]:
+            item.on_done(error)
 
     # Admission
 
@@ -265,10 +269,16 @@ class NativeSampler:
                 self._cache.copy_row(moved.index, [row.index], self._cache.tokens)
                 moved.index = row.index
                 self._rows[row.index] = moved
+        self._release_adapter(item)
         request = item.request
-        if request.adapter is not None:
-            self._users[request.adapter] -= 1
         self.queue.settle(request.owner, _expected_cost(request), len(request.prompt) + len(item.tokens))
+
+    def _release_adapter(self, item: _Running) -> None:
+        adapter = item.request.adapter
+        if adapter is not None:
+            self._users[adapter] -= 1
+            if self._users[adapter] == 0:
+                del self._users[adapter]
 
 
 def _expected_cost(request: SamplingRequest) -> int:

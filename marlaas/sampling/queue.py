@@ -81,9 +81,10 @@ class FairQueue(Generic[T]):
         entry.running -= 1
         entry.virtual_time -= (expected - used) / entry.weight
 
-    def drain(self) -> list[T]:
-        """Removes and returns everything that waits."""
-        items = [item for o in self._owners.values() for item, _ in o.waiting]
-        for o in self._owners.values():
-            o.waiting.clear()
-        return items
+    def remove(self, unwanted: Callable[[T], bool]) -> list[T]:
+        """Removes and returns the waiting items that are unwanted."""
+        removed = []
+        for entry in self._owners.values():
+            removed += [item for item, _ in entry.waiting if unwanted(item)]
+            entry.waiting = deque((item, cost) for item, cost in entry.waiting if not unwanted(item))
+        return removed

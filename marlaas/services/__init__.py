@@ -37,7 +37,7 @@ _STOP_SECONDS = 120
 
 # By session token: this process's watchdogs, whose pipes must stay open until it ends, and what it started.
 _watchdogs: dict[str, subprocess.Popen[bytes]] = {}
-_started: dict[str, list[subprocess.Popen[bytes]]] = {}
+_started: dict[str, dict[str, subprocess.Popen[bytes]]] = {}
 
 
 @dataclass(frozen=True)
@@ -164,17 +164,17 @@ def _start(
     starting = SessionStart(state, folder, progress, spec.max_start_seconds)
     try:
         state.save(folder)
+        _started[state.token] = starting.children
         _watchdogs[state.token] = start_watchdog(folder, state.token)
         starting.run(None if spec.database == "embedded" else spec.database, _local_servers(spec))
         state.kept, state.complete = kept, True
         state.save(folder)
     except BaseException:  # also Ctrl-C: nothing may be left behind
         end_session(state, folder)
-        _dismiss_watchdog(state.token)
+        _forget(state.token)
         raise
     if kept:
         _dismiss_watchdog(state.token)
-    _started[state.token] = list(starting.children.values())
     return replace(_services(spec, state), owned=not kept)
 
 
@@ -187,7 +187,9 @@ def _clear(spec: ServicesSpec, state: SessionState, folder: Path, progress: Call
                 f"({', '.join(state.processes)} on {state.database}): stop them first with `marlaas down`"
             )
         progress("stopping what an earlier start has left")
-    return end_session(state, folder)
+    stopped = end_session(state, folder)
+    _forget(state.token)
+    return stopped
 
 
 def _stop(folder: Path, token: str | None, even_if_kept: bool) -> bool:
@@ -197,10 +199,15 @@ def _stop(folder: Path, token: str | None, even_if_kept: bool) -> bool:
         if (token is not None and state.token != token) or (state.kept and not even_if_kept):
             return False
         stopped = end_session(state, folder)
-    _dismiss_watchdog(state.token)
-    for process in _started.pop(state.token, []):
-        process.wait()
+        _forget(state.token)
     return stopped
+
+
+def _forget(token: str) -> None:
+    """Drop what this process holds of a session that has ended."""
+    _dismiss_watchdog(token)
+    for process in _started.pop(token, {}).values():
+        process.wait()
 
 
 def _dismiss_watchdog(token: str) -> None:

@@ -1,5 +1,6 @@
 import os
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -34,12 +35,12 @@ def named(url: str, database: str, login: str = "postgres") -> str:
 
 
 @pytest.fixture(scope="module")
-def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def postgres_url() -> Iterator[str]:
     """A PostgreSQL server that plays somebody else's."""
-    folder = tmp_path_factory.mktemp("external")
-    state, url = start_postgres(folder)
-    yield url
-    assert end_session(state, folder)
+    with tempfile.TemporaryDirectory(prefix="marlaas-test-") as folder:
+        state, url = start_postgres(Path(folder))
+        yield url
+        assert end_session(state, Path(folder))
 
 
 def test_display_url_has_no_password() -> None:
@@ -69,18 +70,18 @@ def test_database_that_cannot_be_created_is_named(postgres_url: str) -> None:
     assert "hidden" not in str(caught.value)
 
 
-def test_unreachable_database_is_an_error_without_password(tmp_path: Path) -> None:
-    spec = ServicesSpec(state=tmp_path, database="postgresql://ann:hidden@127.0.0.1:9/x")
+def test_unreachable_database_is_an_error_without_password(state_folder: Path) -> None:
+    spec = ServicesSpec(state=state_folder, database="postgresql://ann:hidden@127.0.0.1:9/x")
     with pytest.raises(ServiceError, match=r"services\.database: cannot connect to .*ann@127") as caught:
         start_services(spec)
     assert "hidden" not in str(caught.value)
 
 
 def test_given_database_is_used_and_its_password_kept_secret(
-    services: Services, postgres_url: str, tmp_path: Path
+    services: Services, postgres_url: str, state_folder: Path
 ) -> None:
     spec = ServicesSpec(
-        state=tmp_path,
+        state=state_folder,
         database=named(postgres_url, "postgres", "postgres:hidden"),
         prefect_api_url=services.prefect_api_url,
     )
@@ -88,29 +89,29 @@ def test_given_database_is_used_and_its_password_kept_secret(
         assert started.database_url is not None
         assert "hidden" not in started.database_url
         execute(named(postgres_url, "mlflow"), "SELECT * FROM experiments")
-        assert not (tmp_path / "postgres").exists()
+        assert not (state_folder / "postgres").exists()
         commands = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
         assert not any("hidden" in command for command in commands)
-    written = [path.read_text() for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".sock"]
+    written = [path.read_text() for path in state_folder.rglob("*") if path.is_file() and path.suffix != ".sock"]
     assert not any("hidden" in text for text in written)
 
 
 def test_server_that_refuses_its_database_is_named_with_its_log(
-    services: Services, postgres_url: str, tmp_path: Path
+    services: Services, postgres_url: str, state_folder: Path
 ) -> None:
     execute(postgres_url, "DROP DATABASE IF EXISTS mlflow WITH (FORCE)")
     execute(postgres_url, "CREATE DATABASE mlflow")
     execute(named(postgres_url, "mlflow"), "CREATE TABLE alembic_version (version_num varchar(32))")
     execute(named(postgres_url, "mlflow"), "INSERT INTO alembic_version VALUES ('from_the_future')")
-    spec = ServicesSpec(state=tmp_path, database=postgres_url, prefect_api_url=services.prefect_api_url)
+    spec = ServicesSpec(state=state_folder, database=postgres_url, prefect_api_url=services.prefect_api_url)
     with pytest.raises(ServiceError, match="MLflow ended with exit code 1 while starting") as caught:
         start_services(spec)
-    assert str(tmp_path / "logs" / "mlflow.log") in str(caught.value)
+    assert str(state_folder / "logs" / "mlflow.log") in str(caught.value)
     assert "from_the_future" in str(caught.value)
 
 
-def test_data_folder_with_a_long_or_odd_path_works_and_is_found_again(tmp_path: Path) -> None:
-    folder = tmp_path / ("long %20 path é' " + "x" * 100)
+def test_data_folder_with_a_long_or_odd_path_works_and_is_found_again(state_folder: Path) -> None:
+    folder = state_folder / ("long %20 path é' " + "x" * 100)
     state, url = start_postgres(folder)
     ensure_databases(url, ["mlflow"])
     forgotten, url = start_postgres(folder)  # nothing remembers the first server: it is stopped and replaced
@@ -122,7 +123,7 @@ def test_data_folder_with_a_long_or_odd_path_works_and_is_found_again(tmp_path: 
     end_session(state, folder)
 
 
-def test_reused_pid_is_never_stopped(tmp_path: Path) -> None:
+def test_reused_pid_is_never_stopped(state_folder: Path) -> None:
     sleeper = subprocess.Popen(["sleep", "60"])
     create_time = psutil.Process(sleeper.pid).create_time()
     try:
@@ -130,17 +131,17 @@ def test_reused_pid_is_never_stopped(tmp_path: Path) -> None:
         other = ProcessRecord("mlflow", sleeper.pid, create_time - 100, "http://127.0.0.1:9", "log")
         assert find(same) is not None
         assert find(other) is None
-        assert not end_session(SessionState(token="test", processes={"mlflow": other}), tmp_path)
+        assert not end_session(SessionState(token="test", processes={"mlflow": other}), state_folder)
         assert sleeper.poll() is None
     finally:
         sleeper.kill()
         sleeper.wait()
 
 
-def test_busy_lock_times_out_with_the_folder(tmp_path: Path) -> None:
-    with locked(tmp_path, 1):
+def test_busy_lock_times_out_with_the_folder(state_folder: Path) -> None:
+    with locked(state_folder, 1):
         began = time.monotonic()
-        with pytest.raises(ServiceError, match=str(tmp_path)), locked(tmp_path, 0.3):
+        with pytest.raises(ServiceError, match=str(state_folder)), locked(state_folder, 0.3):
             pytest.fail("took a lock that is held")
         assert 0.2 < time.monotonic() - began < 5
 

@@ -126,27 +126,29 @@ def test_another_configuration_on_running_services_is_refused(services: Services
         start_services(spec)
 
 
-def test_given_url_that_does_not_answer_is_named(tmp_path: Path) -> None:
-    spec = ServicesSpec(state=tmp_path / "state", prefect_api_url="http://127.0.0.1:9/api")
+def test_given_url_that_does_not_answer_is_named(state_folder: Path) -> None:
+    spec = ServicesSpec(state=state_folder, prefect_api_url="http://127.0.0.1:9/api")
     with pytest.raises(ServiceError, match=r"services\.prefect_api_url: http://127\.0\.0\.1:9/api/health"):
         start_services(spec)
     assert service_status(spec)[-1].healthy is False
 
 
-def test_only_given_servers_start_nothing(services: Services, tmp_path: Path) -> None:
+def test_only_given_servers_start_nothing(services: Services, state_folder: Path) -> None:
     given = {"prefect_api_url": services.prefect_api_url, "mlflow_tracking_uri": services.mlflow_tracking_uri}
-    spec = ServicesSpec(state=tmp_path / "state", **given)
+    spec = ServicesSpec(state=state_folder, **given)
     with start_services(spec) as attached:
         assert attached.database_url is None
-        assert processes_of(tmp_path) == []
+        assert processes_of(state_folder) == []
         assert [(status.name, status.healthy) for status in service_status(spec)] == [
             ("prefect", True),
             ("mlflow", True),
         ]
 
 
-def test_concurrent_starts_share_one_session_and_its_urls_survive_restarts(services: Services, tmp_path: Path) -> None:
-    spec = ServicesSpec(state=tmp_path / "state", prefect_api_url=services.prefect_api_url)
+def test_concurrent_starts_share_one_session_and_its_urls_survive_restarts(
+    services: Services, state_folder: Path
+) -> None:
+    spec = ServicesSpec(state=state_folder, prefect_api_url=services.prefect_api_url)
     started: list[Services] = []
     threads = [threading.Thread(target=lambda: started.append(start_services(spec))) for _ in range(2)]
     for thread in threads:
@@ -165,13 +167,13 @@ def test_concurrent_starts_share_one_session_and_its_urls_survive_restarts(servi
         assert again.mlflow_tracking_uri == mlflow.url
         assert running_services(spec) is not None
     assert running_services(spec) is None
-    wait_until_clean(tmp_path)
+    wait_until_clean(state_folder)
     for entry in started:
         entry.stop()  # their session is over: nothing to stop
 
 
-def test_kept_services_outlive_their_starter_until_stopped(services: Services, tmp_path: Path) -> None:
-    folder = tmp_path / "state"
+def test_kept_services_outlive_their_starter_until_stopped(services: Services, state_folder: Path) -> None:
+    folder = state_folder
     process = start_elsewhere(folder, services, "keep")
     assert process.wait(90) == 0
     spec = ServicesSpec(state=folder, prefect_api_url=services.prefect_api_url)
@@ -182,24 +184,24 @@ def test_kept_services_outlive_their_starter_until_stopped(services: Services, t
     assert running_services(spec) is not None
     assert stop_services(spec)
     assert not stop_services(spec)
-    wait_until_clean(tmp_path)
+    wait_until_clean(state_folder)
 
 
 @pytest.mark.parametrize(
     ("line", "number"), [("starting MLflow", signal.SIGINT), ("started", signal.SIGKILL)], ids=["ctrl-c", "kill-9"]
 )
 def test_interrupted_owner_leaves_nothing_behind(
-    services: Services, tmp_path: Path, line: str, number: signal.Signals
+    services: Services, state_folder: Path, line: str, number: signal.Signals
 ) -> None:
-    process = start_elsewhere(tmp_path / "state", services)
+    process = start_elsewhere(state_folder, services)
     read_until(process, line)
     os.kill(process.pid, number)
     process.communicate(timeout=60)
-    wait_until_clean(tmp_path)
+    wait_until_clean(state_folder)
 
 
-def test_start_that_takes_too_long_names_the_service_and_leaves_nothing(services: Services, tmp_path: Path) -> None:
-    spec = ServicesSpec(state=tmp_path / "state", prefect_api_url=services.prefect_api_url, max_start_seconds=2)
+def test_start_that_takes_too_long_names_the_service_and_leaves_nothing(services: Services, state_folder: Path) -> None:
+    spec = ServicesSpec(state=state_folder, prefect_api_url=services.prefect_api_url, max_start_seconds=2)
     with pytest.raises(ServiceError, match=r"MLflow did not answer within services\.max_start_seconds=2"):
         start_services(spec)
-    wait_until_clean(tmp_path)
+    wait_until_clean(state_folder)

@@ -1,0 +1,129 @@
+"""The pool serves many jobs at once, keeps their versions apart, and outlives their mistakes."""
+
+import asyncio
+import dataclasses
+
+import pytest
+import torch
+from engine import random_batch, tenant
+
+from marlaas.errors import AdapterError, BatchError, ModelError, PoolClosed, RequestError
+from marlaas.lora import import_peft
+from marlaas.pool import LocalPool
+from marlaas.sampling.protocol import Decoding, SamplingRequest
+from marlaas.specs import ModelSpec, PoolSpec
+
+POOL = PoolSpec(max_rank=8, max_adapters=4, max_sequences=16, max_sequence_tokens=64, train_tokens=512, threads=1)
+
+
+@pytest.fixture
+async def pool(model_cache):
+    pool = LocalPool(ModelSpec(source="tiny-random", dtype="float32", device="cpu", cache=model_cache), POOL)
+    yield pool
+    await pool.close()
+
+
+def spec(name, **fields):
+    return tenant(name, lora={"rank": 4, "alpha": 64}, optimizer={"learning_rate": 0.05}, **fields)
+
+
+def ask(pool, owner, adapter, prompt="hello", **fields):
+    ids = tuple(pool.tokenizer(prompt)["input_ids"])
+    fields = {"decoding": Decoding.GREEDY, "max_tokens": 16, "stop_ids": pool.stop_ids} | fields
+    return SamplingRequest(owner, ids, adapter, **fields)
+
+
+async def test_updates_of_many_jobs_make_new_versions_and_old_ones_stay_while_held(pool):
+    for name in "abc":
+        assert await pool.open_job(f"{name}/j", spec(name)) == 0
+    async with pool.lease("a/j") as before:
+        said = await pool.generate(ask(pool, "a", before.name))
+        batches = [random_batch(pool._base, f"{name}/j", i) for i, name in enumerate("abc")]
+        results = await asyncio.gather(*(pool.update(b) for b in batches))
+        assert [r.version for r in results] == [1, 1, 1]
+        assert (await pool.generate(ask(pool, "a", before.name))).tokens == said.tokens
+    async with pool.lease("a/j") as after:
+        assert after.name == "a/j/v1"
+        assert (await pool.generate(ask(pool, "a", after.name))).tokens != said.tokens
+    with pytest.raises(RequestError, match="a/j/v0 is not resident"):
+        await pool.generate(ask(pool, "a", before.name))
+
+
+async def test_a_bad_batch_fails_its_own_tenant_only(pool):
+    await pool.open_job("a/j", spec("a"))
+    await pool.open_job("b/j", spec("b"))
+    good, bad = random_batch(pool._base, "a/j", 0), random_batch(pool._base, "b/j", 1)
+    bad = dataclasses.replace(bad, samples=[dataclasses.replace(bad.samples[0], reward=float("nan"))])
+    outcome = await asyncio.gather(pool.update(good), pool.update(bad), return_exceptions=True)
+    assert outcome[0].version == 1
+    assert isinstance(outcome[1], BatchError)
+    assert (await pool.update(random_batch(pool._base, "b/j", 2))).version == 1
+
+
+async def test_an_exported_adapter_can_be_held_for_sampling_and_says_the_same(pool):
+    await pool.open_job("a/j", spec("a"))
+    await pool.update(random_batch(pool._base, "a/j", 0))
+    files = await pool.export("a/j")
+    async with pool.lease("a/j") as held:
+        trained = await pool.generate(ask(pool, "a", held.name))
+    await pool.close_job("a/j")
+    async with pool.lease_files("a/j/v1", files) as loaded:
+        assert (await pool.generate(ask(pool, "a", loaded.name))).tokens == trained.tokens
+    _, vector = import_peft(files, pool._base.transformer)
+    assert torch.isfinite(vector).all()
+
+
+async def test_a_job_restored_from_its_state_continues_bit_for_bit(pool):
+    await pool.open_job("a/j", spec("a"))
+    await pool.update(random_batch(pool._base, "a/j", 0))
+    state = await pool.state("a/j")
+    await pool.update(random_batch(pool._base, "a/j", 1))
+    whole = await pool.state("a/j")
+    await pool.close_job("a/j")
+    assert await pool.open_job("a/j", spec("a"), state) == 1
+    await pool.update(random_batch(pool._base, "a/j", 1))
+    assert torch.equal((await pool.state("a/j")).weights, whole.weights)
+
+
+async def test_closing_a_job_frees_its_slots_and_drops_its_requests(pool):
+    for name in "abcd":
+        await pool.open_job(f"{name}/j", spec(name))
+    with pytest.raises(AdapterError, match="all 4 adapter slots are taken"):
+        await pool.open_job("e/j", spec("e"))
+    with pytest.raises(AdapterError, match="is open already"):
+        await pool.open_job("a/j", spec("a"))
+    waiting = asyncio.create_task(pool.generate(ask(pool, "a", "a/j/v0", max_tokens=50)))
+    await asyncio.sleep(0)
+    await pool.close_job("a/j")
+    outcome = (await asyncio.gather(waiting, return_exceptions=True))[0]
+    assert isinstance(outcome, RequestError)
+    assert await pool.open_job("e/j", spec("e")) == 0
+
+
+async def test_a_cancelled_request_leaves_the_batch(pool):
+    await pool.open_job("a/j", spec("a"))
+    tasks = [asyncio.create_task(pool.generate(ask(pool, "a", "a/j/v0", max_tokens=55))) for _ in range(20)]
+    await asyncio.sleep(0.05)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await pool.generate(ask(pool, "a", None, max_tokens=1))
+    assert pool._sampler.running == 0
+    assert pool._sampler.users("a/j/v0") == 0
+
+
+async def test_waiting_work_learns_that_the_pool_was_closed(model_cache):
+    pool = LocalPool(ModelSpec(source="tiny-random", dtype="float32", device="cpu", cache=model_cache), POOL)
+    await pool.open_job("a/j", spec("a"))
+    waiting = [asyncio.create_task(pool.generate(ask(pool, "a", "a/j/v0", max_tokens=55))) for _ in range(30)]
+    await asyncio.sleep(0.01)
+    await pool.close()
+    outcome = await asyncio.gather(*waiting, return_exceptions=True)
+    assert any(isinstance(o, PoolClosed) for o in outcome)
+    with pytest.raises(PoolClosed):
+        await pool.generate(ask(pool, "a", None))
+
+
+def test_a_model_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="has no config.json"):
+        LocalPool(ModelSpec(source=str(tmp_path), device="cpu"), POOL)
