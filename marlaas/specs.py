@@ -6,9 +6,10 @@ problem; a `FleetSpec` that exists is one that can be started.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -16,7 +17,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from marlaas.errors import SpecError
 from marlaas.training.losses import algorithm_names
 
+if TYPE_CHECKING:
+    from storage import ObjectStore
+
 DNS_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+VERSIONS_A_JOB = 3  # resident for sampling, on average: being sampled from, newest, and being made
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -60,7 +65,30 @@ class StoreSpec(Spec):
     """Where artifacts go: a folder, or s3://bucket/prefix with s3fs options."""
 
     url: str = Field(".marlaas/store", min_length=1)
-    options: dict[str, Any] = Field(default_factory=dict, repr=False)
+    options: dict[str, Any] = Field(
+        default_factory=dict, repr=False, description="s3fs options; a value `env:NAME` is read where it is used"
+    )
+
+    @model_validator(mode="after")
+    def _secrets_stay_outside(self) -> StoreSpec:
+        for name, value in self.options.items():
+            if name in ("key", "secret", "token", "password") and not str(value).startswith("env:"):
+                raise ValueError(f"options.{name} must be env:NAME, the variable that holds it, and not the secret")
+        return self
+
+    def open(self) -> ObjectStore:
+        """Opens the store. Raises SpecError when a variable is not set; storage.InvalidName for a bad URL."""
+        from storage import open_store
+
+        options = {}
+        for name, value in self.options.items():
+            variable = str(value).removeprefix("env:")
+            if variable != str(value):
+                if variable not in os.environ:
+                    raise SpecError("fleet", [f"store.options.{name}: the variable {variable} is not set"])
+                value = os.environ[variable]
+            options[name] = value
+        return open_store(self.url, options)
 
 
 class ServicesSpec(Spec):
@@ -244,6 +272,8 @@ class TenantSpec(Spec):
     optimizer: OptimizerSpec = OptimizerSpec()
     max_staleness: int = Field(1, ge=0, le=64)
     publish_every: int = Field(10, ge=1, description="steps between published versions; the last always is")
+    keep_checkpoints: int = Field(2, ge=1, description="older ones are deleted after each step")
+    stage_timeout_seconds: float = Field(3600, gt=0, description="limit of one stage of one step")
     seed: Seed = 0
     quota: QuotaSpec = QuotaSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
@@ -281,7 +311,28 @@ def load_fleet(path: Path) -> FleetSpec:
     problems = [*_pool_problems(fleet), *_environment_problems(fleet, path.parent)]
     if problems:
         raise SpecError(source, problems)
-    return fleet
+    return _anchored(fleet, path.parent.resolve())
+
+
+def _anchored(fleet: FleetSpec, folder: Path) -> FleetSpec:
+    """Makes paths absolute, so that a flow reads the same fleet in any working directory.
+
+    Data and code lie beside the fleet file; the store and the services' state where the command is run.
+    """
+
+    def anchor(environment: EnvironmentSpec) -> EnvironmentSpec:
+        if isinstance(environment, DatasetSpec) and "://" not in environment.path:
+            return environment.model_copy(update={"path": str(folder / environment.path)})
+        if isinstance(environment, CustomSpec):
+            return environment.model_copy(update={"path": folder / (environment.path or "")})
+        return environment
+
+    tenants = tuple(t.model_copy(update={"environment": anchor(t.environment)}) for t in fleet.tenants)
+    services = fleet.services.model_copy(update={"state": fleet.services.state.expanduser().absolute()})
+    store = fleet.store
+    if "://" not in store.url:
+        store = store.model_copy(update={"url": str(Path(store.url).expanduser().absolute())})
+    return fleet.model_copy(update={"tenants": tenants, "services": services, "store": store})
 
 
 def parse_fleet(document: Any, source: str = "fleet") -> FleetSpec:
@@ -371,6 +422,12 @@ def _pool_problems(fleet: FleetSpec) -> list[str]:
         cap = tenant.quota.max_sequences
         if cap is not None and cap > pool.max_sequences:
             problems.append(f"{at}.quota.max_sequences: {cap} must be at most pool.max_sequences {pool.max_sequences}")
+    versions = sum(t.max_staleness + 2 for t in fleet.tenants)
+    if versions > VERSIONS_A_JOB * pool.max_adapters:
+        problems.append(
+            f"pool.max_adapters: {pool.max_adapters} leave room for {VERSIONS_A_JOB * pool.max_adapters} resident "
+            f"versions; these tenants' max_staleness needs {versions}"
+        )
     if len(fleet.tenants) > pool.max_adapters:
         problems.append(f"tenants: {len(fleet.tenants)} tenants do not fit in pool.max_adapters {pool.max_adapters}")
     return problems

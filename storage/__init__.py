@@ -1,0 +1,58 @@
+"""The storage room: object store, layout, artifact schemas and the commit protocol. Imports nothing of ours."""
+
+from storage.adapters import delete_adapter, list_adapters, read_adapter, write_adapter
+from storage.checkpoints import Checkpoint, CheckpointMetadata, CheckpointTensor, decode_checkpoint, encode_checkpoint
+from storage.commits import Commit, committed_steps, latest_commit, read_commit, read_commits, write_commit
+from storage.errors import (
+    CorruptObject,
+    InvalidName,
+    InvalidRow,
+    ObjectExists,
+    ObjectNotFound,
+    SchemaMismatch,
+    StepAlreadyCommitted,
+    StorageError,
+)
+from storage.evaluations import EVALUATION_SCHEMA, EvaluationRow, decode_evaluation, encode_evaluation
+from storage.layout import JobLayout, list_jobs, validate_name
+from storage.objects import ObjectStore, open_store
+from storage.rollouts import ROLLOUT_SCHEMA, Rollout, decode_rollouts, encode_rollouts
+
+__all__ = [
+    "EVALUATION_SCHEMA",
+    "ROLLOUT_SCHEMA",
+    "Checkpoint",
+    "CheckpointMetadata",
+    "CheckpointTensor",
+    "Commit",
+    "CorruptObject",
+    "EvaluationRow",
+    "InvalidName",
+    "InvalidRow",
+    "JobLayout",
+    "ObjectExists",
+    "ObjectNotFound",
+    "ObjectStore",
+    "Rollout",
+    "SchemaMismatch",
+    "StepAlreadyCommitted",
+    "StorageError",
+    "committed_steps",
+    "decode_checkpoint",
+    "decode_evaluation",
+    "decode_rollouts",
+    "delete_adapter",
+    "encode_checkpoint",
+    "encode_evaluation",
+    "encode_rollouts",
+    "latest_commit",
+    "list_adapters",
+    "list_jobs",
+    "open_store",
+    "read_adapter",
+    "read_commit",
+    "read_commits",
+    "validate_name",
+    "write_adapter",
+    "write_commit",
+]

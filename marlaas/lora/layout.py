@@ -48,6 +48,10 @@ class NamedTensor:
     matrix: str
     tensor: torch.Tensor
 
+    @property
+    def name(self) -> str:
+        return f"layers.{self.layer}.{self.module}.{self.matrix}"
+
 
 class AdapterLayout:
     """Offsets of an adapter's tensors for one base model and one shape. `size` is in elements."""

@@ -22,12 +22,11 @@ from marlaas.pool.policy import DeviceLoad, should_train
 from marlaas.pool.protocol import AdapterLease, adapter_name
 from marlaas.sampling.native import NativeSampler
 from marlaas.sampling.protocol import Sample, SamplingRequest
-from marlaas.specs import TARGETS, ModelSpec, PoolSpec, TenantSpec
+from marlaas.specs import TARGETS, VERSIONS_A_JOB, ModelSpec, PoolSpec, TenantSpec
 from marlaas.training.batch import TrainingBatch, UpdateResult
 from marlaas.training.trainer import JobState, Trainer
 
 T = TypeVar("T")
-VERSIONS_A_JOB = 3  # resident for sampling, on average: being sampled from, newest, and being made
 
 
 @dataclass(frozen=True)

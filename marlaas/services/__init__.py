@@ -8,6 +8,7 @@ attaches to what runs.
 from __future__ import annotations
 
 import subprocess
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 _STOP_SECONDS = 120
+_BUSY_SECONDS = 20
 
 # By session token: this process's watchdogs, whose pipes must stay open until it ends, and what it started.
 _watchdogs: dict[str, subprocess.Popen[bytes]] = {}
@@ -111,10 +113,13 @@ def start_services(
     _check_given(spec)
     progress = progress or (lambda line: None)
     folder = _folder(spec)
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    try:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ServiceError(f"services.state: cannot make the folder {folder}: {error}") from None
     with locked(folder, 2 * spec.max_start_seconds):
         state = SessionState.load(folder)
-        if _is_running(spec, state):
+        if _answers_soon(spec, state):
             state.kept = state.kept or keep_running
             state.save(folder)
             progress("using the services that are running already")
@@ -241,6 +246,17 @@ def _matches(spec: ServicesSpec, state: SessionState) -> bool:
 def _is_running(spec: ServicesSpec, state: SessionState) -> bool:
     wanted = _wanted(spec)
     return _matches(spec, state) and all(health_error(state.processes[name]) is None for name in wanted)
+
+
+def _answers_soon(spec: ServicesSpec, state: SessionState) -> bool:
+    """`_is_running`, with patience while all processes live: a busy machine is no reason to restart them."""
+    deadline = time.monotonic() + _BUSY_SECONDS
+    while not _is_running(spec, state):
+        alive = state.complete and _matches(spec, state) and all(map(find, state.processes.values()))
+        if not alive or time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
 
 
 def _services(spec: ServicesSpec, state: SessionState) -> Services:

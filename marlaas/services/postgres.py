@@ -82,7 +82,7 @@ def command(data: Path, socket_folder: Path) -> list[str]:
     settings = {
         "listen_addresses": "",
         "unix_socket_directories": f'"{socket_folder}"',
-        "max_connections": "200",
+        "max_connections": "300",
     }
     options = [part for key, value in settings.items() for part in ("-c", f"{key}={value}")]
     return [str(binaries() / "postgres"), "-D", str(data), "-p", str(_PORT), *options]

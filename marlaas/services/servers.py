@@ -78,6 +78,9 @@ def server_environment(name: str, database: str, port: int, folder: Path, token:
     else:
         environment |= {
             "MLFLOW_BACKEND_STORE_URI": database,
+            # Forty server threads may each hold two connections; with the default of 15 they deadlock.
+            "MLFLOW_SQLALCHEMYSTORE_POOL_SIZE": "10",
+            "MLFLOW_SQLALCHEMYSTORE_MAX_OVERFLOW": "80",
             "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # its job runners, which nothing here uses
         }
     return environment

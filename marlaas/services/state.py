@@ -86,9 +86,12 @@ def locked(folder: Path, seconds: float) -> Iterator[None]:
     """Hold the folder's lock. The system frees it when its holder dies.
 
     Raises:
-        ServiceError: somebody else held it for longer than `seconds`.
+        ServiceError: somebody else held it for longer than `seconds`, or the folder is another user's.
     """
-    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except PermissionError as error:
+        raise ServiceError(f"services.state: {folder} belongs to somebody else: {error}") from None
     try:
         _acquire(descriptor, folder, seconds)
         yield

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from marlaas.attention import BlockAttention
-from marlaas.errors import BatchError, MarlaasError
+from marlaas.errors import AdapterError, BatchError, MarlaasError
 from marlaas.lora import AdapterBank, AdapterLayout, AdapterShape, LoraBatch, Segment
 from marlaas.lora.bank import Resident
 from marlaas.models import BaseModel
@@ -48,14 +48,22 @@ class TrainingJob:
         """fp32 `[size]`: the adapter's master weights."""
         return self.resident.vector
 
+    @property
+    def vectors(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds, fp32 `[size]` each, by the names of `JobState`."""
+        return {"weights": self.weights, "first": self.adam.first, "second": self.adam.second}
+
 
 @dataclass(frozen=True)
 class JobState:
-    """All that an update depends on, besides its batch: fp32 vectors `[size]` on the CPU, and counts."""
+    """All that an update depends on, besides its batch.
 
-    weights: torch.Tensor
-    first: torch.Tensor
-    second: torch.Tensor
+    The three mappings hold fp32 CPU tensors by name, `layers.{i}.{module}.{A|B}`: the weights and AdamW's moments.
+    """
+
+    weights: Mapping[str, torch.Tensor]
+    first: Mapping[str, torch.Tensor]
+    second: Mapping[str, torch.Tensor]
     optimizer_step: int
     version: int
 
@@ -100,9 +108,12 @@ class Trainer:
         if state is None:
             layout.initialise_(resident.vector, t.sites, spec.seed)
         else:
-            resident.vector.copy_(state.weights)
-            adam.first.copy_(state.first)
-            adam.second.copy_(state.second)
+            try:
+                for name, vector in entry.vectors.items():
+                    self._restore(layout, vector, getattr(state, name), f"{job}: {name}")
+            except AdapterError:
+                self._bank.remove(job)
+                raise
             adam.step, entry.version = state.optimizer_step, state.version
         self._jobs[job] = entry
         return entry
@@ -115,9 +126,26 @@ class Trainer:
     def state(self, job: str) -> JobState:
         """A copy of the job's state, for a checkpoint."""
         entry = self._jobs[job]
-        vectors = (entry.weights, entry.adam.first, entry.adam.second)
-        weights, first, second = (v.detach().to("cpu", copy=True) for v in vectors)
-        return JobState(weights, first, second, entry.adam.step, entry.version)
+        sites = self.base.transformer.sites
+        named = {}
+        for field, vector in entry.vectors.items():
+            copy = vector.detach().to("cpu", copy=True)
+            named[field] = {t.name: t.tensor for t in entry.resident.layout.tensors(copy, sites)}
+        return JobState(**named, optimizer_step=entry.adam.step, version=entry.version)
+
+    def _restore(
+        self, layout: AdapterLayout, vector: torch.Tensor, stored: Mapping[str, torch.Tensor], where: str
+    ) -> None:
+        expected = {t.name: t.tensor for t in layout.tensors(vector, self.base.transformer.sites)}
+        if expected.keys() != stored.keys():
+            odd = min(expected.keys() ^ stored.keys())
+            raise AdapterError(f"{where}: {odd} is in the checkpoint or in the spec's lora, but not in both")
+        for name, tensor in expected.items():
+            if stored[name].shape != tensor.shape:
+                raise AdapterError(
+                    f"{where}: {name} has shape {list(stored[name].shape)}; the spec's lora needs {list(tensor.shape)}"
+                )
+            tensor.copy_(stored[name])
 
     def update(self, batches: Sequence[TrainingBatch]) -> dict[str, UpdateResult | MarlaasError]:
         """One optimizer step for each batch's job, at most one batch a job.

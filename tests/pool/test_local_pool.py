@@ -82,7 +82,10 @@ async def test_a_job_restored_from_its_state_continues_bit_for_bit(pool):
     await pool.close_job("a/j")
     assert await pool.open_job("a/j", spec("a"), state) == 1
     await pool.update(random_batch(pool._base, "a/j", 1))
-    assert torch.equal((await pool.state("a/j")).weights, whole.weights)
+    resumed = await pool.state("a/j")
+    assert resumed.version == whole.version == 2
+    for name, tensor in whole.weights.items():
+        assert torch.equal(resumed.weights[name], tensor)
 
 
 async def test_closing_a_job_frees_its_slots_and_drops_its_requests(pool):

@@ -53,7 +53,5 @@ def test_uniforms_are_uniform_and_independent_of_neighbouring_seeds():
 
 def test_the_token_that_was_drawn_is_kept_whatever_the_limits_say():
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
-    kept = adjusted_logits(
-        logits, column(1.0, 1), column(1, 1, torch.long), column(1.0, 1), always_N=torch.tensor([3])
-    )
+    kept = adjusted_logits(logits, column(1.0, 1), column(1, 1, torch.long), column(1.0, 1), always_N=torch.tensor([3]))
     assert torch.isfinite(kept).tolist() == [[True, False, False, True]]

@@ -65,9 +65,7 @@ def test_greedy_tokens_and_logprobs_of_a_mixed_batch_are_those_of_peft_alone(tin
             return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
         assert got.tokens == output.sequences[0, ids.shape[1] :].tolist()
-        expected = [
-            float(logits[0].log_softmax(-1)[t]) for logits, t in zip(output.logits, got.tokens, strict=True)
-        ]
+        expected = [float(logits[0].log_softmax(-1)[t]) for logits, t in zip(output.logits, got.tokens, strict=True)]
         assert got.logprobs == pytest.approx(expected, abs=1e-4)
     assert len({tuple(s.tokens) for s in samples[:4]}) == 4, "the adapters must change what is said"
 

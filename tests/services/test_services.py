@@ -25,7 +25,7 @@ START = """
 import sys
 from marlaas.services import start_services
 from marlaas.specs import ServicesSpec
-spec = ServicesSpec(state=sys.argv[1], prefect_api_url=sys.argv[2])
+spec = ServicesSpec(state=sys.argv[1], prefect_api_url=sys.argv[2], database=sys.argv[3])
 start_services(spec, lambda line: print(line, flush=True), keep_running="keep" in sys.argv)
 print("started", flush=True)
 if "keep" not in sys.argv:
@@ -51,9 +51,16 @@ def wait_until_clean(folder: Path, seconds: float = 30) -> None:
     assert left == []
 
 
-def start_elsewhere(folder: Path, services: Services, *arguments: str) -> subprocess.Popen[str]:
-    """A process that starts services in `folder`, with Prefect taken from `services` to save time."""
-    command = [sys.executable, "-c", START, str(folder), services.prefect_api_url, *arguments]
+def mlflow_only(folder: Path, services: Services) -> ServicesSpec:
+    """A session of its own with as little to start as possible: the rest is taken from `services`."""
+    assert services.database_url is not None
+    return ServicesSpec(state=folder, prefect_api_url=services.prefect_api_url, database=services.database_url)
+
+
+def start_elsewhere(spec: ServicesSpec, *arguments: str) -> subprocess.Popen[str]:
+    """A process that starts services, says so, and waits."""
+    assert spec.prefect_api_url is not None
+    command = [sys.executable, "-c", START, str(spec.state), spec.prefect_api_url, spec.database, *arguments]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
@@ -120,6 +127,19 @@ def test_second_start_attaches_and_leaves_them_running(services: Services, servi
     assert found.mlflow_tracking_uri == services.mlflow_tracking_uri
 
 
+def test_busy_server_is_waited_for_and_not_restarted(services: Services, services_spec: ServicesSpec) -> None:
+    mlflow = next(status for status in service_status(services_spec) if status.name == "mlflow")
+    [worker] = psutil.Process(mlflow.pid).children()
+    worker.suspend()
+    try:
+        assert running_services(services_spec) is None
+        threading.Timer(1, worker.resume).start()
+        assert not start_services(services_spec).owned
+    finally:
+        worker.resume()
+    assert psutil.Process(mlflow.pid).children() == [worker]
+
+
 def test_another_configuration_on_running_services_is_refused(services: Services) -> None:
     spec = ServicesSpec(state=services.folder, database="postgresql://elsewhere/x")
     with pytest.raises(ServiceError, match=r"another configuration.*marlaas down"):
@@ -131,6 +151,12 @@ def test_given_url_that_does_not_answer_is_named(state_folder: Path) -> None:
     with pytest.raises(ServiceError, match=r"services\.prefect_api_url: http://127\.0\.0\.1:9/api/health"):
         start_services(spec)
     assert service_status(spec)[-1].healthy is False
+
+
+def test_state_that_cannot_be_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ServiceError, match=r"services\.state: cannot make the folder .*file"):
+        start_services(ServicesSpec(state=tmp_path / "file"))
 
 
 def test_only_given_servers_start_nothing(services: Services, state_folder: Path) -> None:
@@ -148,7 +174,7 @@ def test_only_given_servers_start_nothing(services: Services, state_folder: Path
 def test_concurrent_starts_share_one_session_and_its_urls_survive_restarts(
     services: Services, state_folder: Path
 ) -> None:
-    spec = ServicesSpec(state=state_folder, prefect_api_url=services.prefect_api_url)
+    spec = mlflow_only(state_folder, services)
     started: list[Services] = []
     threads = [threading.Thread(target=lambda: started.append(start_services(spec))) for _ in range(2)]
     for thread in threads:
@@ -173,10 +199,9 @@ def test_concurrent_starts_share_one_session_and_its_urls_survive_restarts(
 
 
 def test_kept_services_outlive_their_starter_until_stopped(services: Services, state_folder: Path) -> None:
-    folder = state_folder
-    process = start_elsewhere(folder, services, "keep")
+    process = start_elsewhere(mlflow_only(state_folder, services), "keep")
     assert process.wait(90) == 0
-    spec = ServicesSpec(state=folder, prefect_api_url=services.prefect_api_url)
+    spec = ServicesSpec(state=state_folder, prefect_api_url=services.prefect_api_url, database=services.database_url)
     attached = running_services(spec)
     assert attached is not None
     with attached:
@@ -193,7 +218,8 @@ def test_kept_services_outlive_their_starter_until_stopped(services: Services, s
 def test_interrupted_owner_leaves_nothing_behind(
     services: Services, state_folder: Path, line: str, number: signal.Signals
 ) -> None:
-    process = start_elsewhere(state_folder, services)
+    spec = ServicesSpec(state=state_folder, prefect_api_url=services.prefect_api_url)
+    process = start_elsewhere(spec)
     read_until(process, line)
     os.kill(process.pid, number)
     process.communicate(timeout=60)

@@ -144,11 +144,11 @@ def test_a_bad_batch_is_refused_and_nobody_else_notices(tiny, harm, says):
 def test_weights_that_overflow_poison_only_their_own_job(tiny):
     mixed, alone = trainer_of(tiny, ["a/x", "b/x"]), trainer_of(tiny, ["a/x"])
     mixed["b/x"].weights.fill_(1e30)
-    before = mixed.state("b/x")
+    before = mixed["b/x"].weights.clone()
     results = mixed.update([random_batch(tiny, "b/x", 1), random_batch(tiny, "a/x", 0)])
     alone.update([random_batch(tiny, "a/x", 0)])
     assert "not finite" in str(results["b/x"])
-    assert torch.equal(mixed["b/x"].weights, before.weights)
+    assert torch.equal(mixed["b/x"].weights, before)
     assert mixed["b/x"].adam.step == 0
     torch.testing.assert_close(mixed["a/x"].weights, alone["a/x"].weights, atol=1e-6, rtol=0)
 

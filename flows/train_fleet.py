@@ -1,0 +1,42 @@
+"""A whole fleet at once: every tenant trains, and is evaluated as soon as it has."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from prefect import flow
+
+from flows.evaluate_adapter import evaluate_adapter
+from flows.runtime import RUNTIME
+from flows.train_tenant import train_tenant
+from marlaas.errors import MarlaasError
+from marlaas.specs import FleetSpec
+
+
+@flow(name="train-fleet", flow_run_name="{fleet.name}", persist_result=False)
+async def train_fleet(fleet: FleetSpec) -> list[dict[str, Any]]:
+    """Trains and evaluates all tenants side by side; one that fails does not stop the others.
+
+    Returns a row a tenant: its training summary and its scores, or its error.
+    """
+    async with RUNTIME.pool(fleet.model, fleet.pool):
+        rows = await asyncio.gather(*(_tenant(fleet, t.name) for t in fleet.tenants))
+    failed = [r for r in rows if "error" in r]
+    if len(failed) == len(rows):
+        raise MarlaasError("; ".join(f"{r['tenant']}: {r['error']}" for r in failed))
+    return rows
+
+
+async def _tenant(fleet: FleetSpec, name: str) -> dict[str, Any]:
+    spec = fleet.tenant(name)
+    try:
+        row = await train_tenant(fleet, name, evaluation="inline")
+        if spec.evaluation.enabled:
+            RUNTIME.board.set(name, stage="evaluate")
+            row |= await evaluate_adapter(fleet.store, name, fleet.job(spec), row["version"])
+    except Exception as error:  # the boundary between tenants: one's failure is a row, not the others' end
+        RUNTIME.board.set(name, stage="failed", note=str(error).split("\n")[0])
+        return {"tenant": name, "error": str(error)}
+    RUNTIME.board.set(name, stage="done")
+    return row

@@ -1,0 +1,153 @@
+"""One job of one tenant: its record in the store, its handles, and where it resumes."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from marlaas.checkpoints import decode_state
+from marlaas.environments import Environment, open_environment, question_key
+from marlaas.errors import MarlaasError, SpecError
+from marlaas.pool import Pool
+from marlaas.progress import Board
+from marlaas.specs import FleetSpec, ModelSpec, PoolSpec, TenantSpec
+from marlaas.tracking import JobRun, Tracker
+from marlaas.training.trainer import JobState
+from storage import CorruptObject, JobLayout, ObjectExists, ObjectStore, latest_commit
+
+# Fields that say how a job is run and not what it computes: they may change between a start and a resume.
+_MAY_CHANGE = {"quota", "keep_checkpoints", "stage_timeout_seconds"}
+
+
+class JobRecord(BaseModel):
+    """spec.json: what the job was started with, and the base model's fingerprint."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model: ModelSpec
+    pool: PoolSpec
+    tenant: TenantSpec
+    base_fingerprint: str
+
+
+@dataclass(frozen=True)
+class RolloutRef:
+    """A step's rollouts in the store. cursor: of the example stream, after this step. Times in seconds."""
+
+    step: int
+    key: str
+    version: int
+    samples: int
+    tokens: int
+    cursor: int
+    failures: int
+    rollout_seconds: float
+    environment_seconds: float
+
+
+class Job:
+    """The handles that the stages of one job share. Not a dataclass: Prefect would walk into it."""
+
+    def __init__(
+        self,
+        spec: TenantSpec,
+        layout: JobLayout,
+        store: ObjectStore,
+        store_url: str,
+        pool: Pool,
+        environment: Environment,
+        run: JobRun,
+        board: Board,
+    ) -> None:
+        self.spec, self.layout, self.store, self.store_url = spec, layout, store, store_url
+        self.pool, self.environment, self.run, self.board = pool, environment, run, board
+        self.name = f"{layout.tenant}/{layout.job}"
+        self.version = 0
+        self.step = 0
+        self.cursor = 0
+        self.held_out: frozenset[str] = frozenset()
+        self._moved = asyncio.Condition()
+
+    @classmethod
+    async def open(cls, fleet: FleetSpec, tenant: str, pool: Pool, tracker: Tracker, board: Board) -> Job:
+        """Records the job, or finds it and restores its last committed step. Takes a slot in the pool.
+
+        Raises SpecError if the job was started with another spec.
+        """
+        spec = fleet.tenant(tenant)
+        layout, store = JobLayout(tenant, fleet.job(spec)), fleet.store.open()
+        record = JobRecord(model=fleet.model, pool=fleet.pool, tenant=spec, base_fingerprint=pool.base_fingerprint)
+        await asyncio.to_thread(_claim, store, layout, record)
+        environment = open_environment(spec.environment)
+        run = await asyncio.to_thread(
+            tracker.job,
+            tenant,
+            layout.job,
+            spec.model_dump(mode="json", exclude={"name", "job"}),
+            {"base_model": pool.base_name, "base_fingerprint": pool.base_fingerprint[:12]},
+        )
+        job = cls(spec, layout, store, fleet.store.url, pool, environment, run, board)
+        if spec.evaluation.enabled:
+            held_out = await environment.held_out(spec.evaluation.examples, spec.evaluation.seed)
+            job.held_out = frozenset(question_key(e) for e in held_out)
+        state = await asyncio.to_thread(job._restore)
+        job.version = await pool.open_job(job.name, spec, state)
+        return job
+
+    def _restore(self) -> JobState | None:
+        commit = latest_commit(self.store, self.layout)
+        if commit is None:
+            return None
+        state, about = decode_state(self.store.get(commit.checkpoint), self.pool.base_fingerprint)
+        self.step, self.cursor = commit.step + 1, int(about.dataset_cursor["next"])
+        return state
+
+    async def may_roll_out(self, step: int) -> None:
+        """Waits until sampling step `step` now keeps the rollouts at most `max_staleness` versions old."""
+        async with self._moved:
+            await self._moved.wait_for(lambda: step - self.version <= self.spec.max_staleness)
+
+    async def advance(self, version: int) -> None:
+        """The trainer made a version: sampling of later steps may start."""
+        async with self._moved:
+            self.version = version
+            self._moved.notify_all()
+
+    async def close(self) -> None:
+        """Gives the pool slot and the environment back."""
+        await self.pool.close_job(self.name)
+        await self.environment.close()
+
+
+def read_record(store: ObjectStore, layout: JobLayout) -> JobRecord:
+    """The record of a job. Raises storage.ObjectNotFound, CorruptObject."""
+    try:
+        return JobRecord.model_validate_json(store.get(layout.spec))
+    except ValidationError as error:
+        raise CorruptObject(f"{store.url(layout.spec)} is not a job's record: {error}") from error
+
+
+def _claim(store: ObjectStore, layout: JobLayout, record: JobRecord) -> None:
+    """Writes the record of a new job; for a known one, checks that this is still the same."""
+    try:
+        store.create(layout.spec, record.model_dump_json(indent=2).encode())
+        return
+    except ObjectExists:
+        known = read_record(store, layout)
+    if known.base_fingerprint != record.base_fingerprint:
+        raise MarlaasError(
+            f"{layout.tenant}/{layout.job} was started on base model {known.base_fingerprint[:12]}; "
+            f"this is {record.base_fingerprint[:12]}. Choose another job name"
+        )
+    before, now = (r.tenant.model_dump(mode="json", exclude=_MAY_CHANGE) for r in (known, record))
+    changed = [_change(key, before, now) for key in now if before.get(key) != now[key]]
+    if changed:
+        problem = f"the job was started with another spec: {'; '.join(changed)}. Choose another job name"
+        raise SpecError(f"{layout.tenant}/{layout.job}", [problem])
+
+
+def _change(key: str, before: dict[str, Any], now: dict[str, Any]) -> str:
+    return f"{key} was {before.get(key)!r} and is {now[key]!r}"

@@ -1,0 +1,73 @@
+"""The update stage of one step: a rollout shard in; a checkpoint and the step's commit out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from prefect import task
+
+from marlaas.checkpoints import encode_state
+from marlaas.jobs import Job, RolloutRef
+from marlaas.training.batch import TrainingBatch, TrainingSample
+from storage import Commit, Rollout, decode_rollouts, write_commit
+from tasks.options import STAGE
+
+
+@task(name="update", task_run_name="update-{rollouts.step}", **STAGE)
+async def update(job: Job, rollouts: RolloutRef) -> dict[str, float]:
+    """Trains on the shard and commits the step; returns its metrics."""
+    job.board.set(job.spec.name, stage="update")
+    started = time.perf_counter()
+    rows = await asyncio.to_thread(lambda: decode_rollouts(job.store.get(rollouts.key)))
+    batch = TrainingBatch(job.name, [_sample(r) for r in rows], staleness=job.version - rollouts.version)
+    result = await job.pool.update(batch)
+    trained = time.perf_counter()
+    state = await job.pool.state(job.name)
+    await job.advance(result.version)
+    metrics = result.metrics | {
+        "rollout_seconds": rollouts.rollout_seconds,
+        "environment_seconds": rollouts.environment_seconds,
+        "environment_failures": float(rollouts.failures),
+        "update_seconds": trained - started,
+    }
+    cursor = {"next": rollouts.cursor}
+    data = await asyncio.to_thread(
+        encode_state, state, job.spec, job.layout.job, rollouts.step, cursor, job.pool.base_fingerprint
+    )
+    await asyncio.to_thread(_commit, job, rollouts, result.version, data, metrics)
+    job.run.log_step(rollouts.step, metrics)
+    job.board.set(job.spec.name, step=rollouts.step + 1, reward=metrics["reward_mean"])
+    return metrics
+
+
+def _sample(row: Rollout) -> TrainingSample:
+    return TrainingSample(
+        group=row.group_id,
+        tokens=row.token_ids,  # type: ignore[arg-type]  # decoded rows hold arrays
+        mask=row.loss_mask,  # type: ignore[arg-type]
+        logprobs=row.logprobs,  # type: ignore[arg-type]
+        reward=row.reward,
+        temperature=row.temperature,
+        top_p=row.top_p,
+        top_k=row.top_k,
+    )
+
+
+def _commit(job: Job, rollouts: RolloutRef, version: int, checkpoint: bytes, metrics: dict[str, float]) -> None:
+    """Checkpoint first, then the commit that makes the step exist; then checkpoints past keeping go."""
+    step, key = rollouts.step, job.layout.checkpoint(rollouts.step)
+    job.store.put(key, checkpoint)
+    commit = Commit(
+        tenant=job.layout.tenant,
+        job=job.layout.job,
+        step=step,
+        adapter_version=version,
+        rollouts=[rollouts.key],
+        rollout_versions=[rollouts.version],
+        checkpoint=key,
+        metrics=metrics,
+    )
+    write_commit(job.store, job.layout, commit)
+    if step >= job.spec.keep_checkpoints:
+        job.store.delete(job.layout.checkpoint(step - job.spec.keep_checkpoints))
