@@ -31,7 +31,7 @@ async def train_tenant(
     async with RUNTIME.pool(fleet.model, fleet.pool) as pool:
         with tracker() as tracking:
             job = await Job.open(fleet, tenant, pool, tracking, board)
-            board.set(tenant, step=job.step)
+            board.set(tenant, step=job.step, stage="resumed" if job.step else "started")
             try:
                 await _train(job, evaluation)
             except BaseException as error:

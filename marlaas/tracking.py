@@ -27,6 +27,8 @@ from mlflow.entities import Experiment, Metric, Param, RunTag
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.tracking import MlflowClient
 
+from marlaas.errors import MarlaasError
+
 logger = logging.getLogger(__name__)
 
 _QUEUE_STEPS = 10_000
@@ -99,6 +101,16 @@ class Tracker:
         run = JobRun(self, tenant, job, run_id, experiment.experiment_id)
         run._resume(params, identity)
         return run
+
+    def find(self, tenant: str, job: str) -> JobRun:
+        """The run of a job that `job` has made before; neither its status nor its parameters are touched.
+
+        Raises MarlaasError if the server knows no such job.
+        """
+        run_id = self._known_run(model_name(tenant, job))
+        if run_id is None:
+            raise MarlaasError(f"{tenant}/{job} is not known to MLflow at {self.tracking_uri}")
+        return JobRun(self, tenant, job, run_id, self.client.get_run(run_id).info.experiment_id)
 
     def champion(self, tenant: str, job: str) -> tuple[int, float] | None:
         """Adapter version and score of the job's champion (NaN if a person chose it); None while there is none."""

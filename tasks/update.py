@@ -37,7 +37,8 @@ async def update(job: Job, rollouts: RolloutRef) -> dict[str, float]:
     )
     await asyncio.to_thread(_commit, job, rollouts, result.version, data, metrics)
     job.run.log_step(rollouts.step, metrics)
-    job.board.set(job.spec.name, step=rollouts.step + 1, reward=metrics["reward_mean"])
+    first = {"reward_first": metrics["reward_mean"]} if rollouts.step == 0 else {}
+    job.board.set(job.spec.name, step=rollouts.step + 1, reward=metrics["reward_mean"], **first)
     return metrics
 
 

@@ -54,12 +54,13 @@ def build_report(
         settings: what the tenant chose, shown as it is. provenance: versions, fingerprints and keys, likewise.
 
     Raises:
-        ValueError: a decoding is missing or unknown, or they do not have the same examples and answers.
+        ValueError: a decoding is missing or unknown, they do not have the same examples and answers, or a point of
+            the curve has no step.
     """
     aligned = _aligned(rows)
     answers = [row.answer for row in aligned["base"]]
     common = commonest(answers)
-    points = [{key: float(x) for key, x in point.items() if math.isfinite(x)} for point in curve]
+    points = _finite(curve)
     results: dict[Contender, DecodingResult] = {d: _result(d, aligned[d], confidence) for d in DECODINGS}
     comparisons = _comparisons(aligned, common, confidence)
     by_pair = {(c.candidate, c.reference): c for c in comparisons}
@@ -107,6 +108,14 @@ def _aligned(rows: Mapping[str, Sequence[EvaluationRow]]) -> dict[Decoding, list
             raise ValueError(f"rows[{decoding!r}]: example {changed!r} has another answer than in rows['base']")
         aligned[decoding] = [by_id[example_id] for example_id in order]
     return aligned
+
+
+def _finite(curve: Sequence[CurvePoint]) -> list[dict[str, float]]:
+    points = [{key: float(x) for key, x in point.items() if math.isfinite(x)} for point in curve]
+    for i, point in enumerate(points):
+        if "step" not in point:
+            raise ValueError(f"curve[{i}] must have a finite 'step', has {dict(curve[i])}")
+    return points
 
 
 def _result(decoding: Decoding, rows: Sequence[EvaluationRow], confidence: float) -> DecodingResult:
@@ -164,7 +173,12 @@ def _samples(aligned: Mapping[Decoding, Sequence[EvaluationRow]]) -> list[Sample
 
 def _sample(example: Sequence[EvaluationRow], decodings: Sequence[Decoding]) -> Sample:
     replies = [
-        SampleReply(decoding=d, completion=_cut(row.completion), extracted=row.extracted, correct=row.correct)
+        SampleReply(
+            decoding=d,
+            completion=_cut(row.completion),
+            extracted=None if row.extracted is None else _cut(row.extracted),
+            correct=row.correct,
+        )
         for d, row in zip(decodings, example, strict=True)
     ]
     first = example[0]

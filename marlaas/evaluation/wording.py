@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from marlaas.evaluation.schema import Comparison, Contender, DecodingResult
 from marlaas.evaluation.statistics import CommonAnswer, PairedDifference
@@ -104,7 +104,7 @@ def warnings(
         *_about_commonest(results["greedy"], comparisons, commonest),
         *_about_cold(results, comparisons["cold", "greedy"]),
         *(text for result in results.values() for text in _about_replies(result)),
-        *_about_precision(results["greedy"]),
+        *_about_precision(results.values()),
         *_about_curve(curve),
     ]
 
@@ -151,12 +151,13 @@ def _about_replies(result: DecodingResult) -> Iterator[str]:
         yield f"{LABELS[result.decoding]}: {' and '.join(texts)}."
 
 
-def _about_precision(greedy: DecodingResult) -> Iterator[str]:
-    half = (greedy.accuracy.high - greedy.accuracy.low) / 2
+def _about_precision(results: Collection[DecodingResult]) -> Iterator[str]:
+    half = max(result.accuracy.high - result.accuracy.low for result in results) / 2
     if half > _WIDE:
+        total = next(iter(results)).accuracy.total
         yield (
-            f"{greedy.accuracy.total} examples are few: the accuracy of the adapter is known to about "
-            f"±{100 * half:.0f} points only. Raise evaluation.examples to tell decodings apart."
+            f"{total} examples are few: accuracies are known to about ±{100 * half:.0f} points only. "
+            "Raise evaluation.examples to tell decodings apart."
         )
 
 
