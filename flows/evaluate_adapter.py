@@ -66,7 +66,7 @@ def scores(result: EvaluationReport, store: ObjectStore, layout: JobLayout) -> d
     return {
         "tenant": result.tenant,
         "adapter": result.title,
-        **{decoding: result.result(decoding).accuracy.value for decoding in ("base", "greedy", "cold")},
+        **{decoding: result.result(decoding).accuracy.share for decoding in ("base", "greedy", "cold")},
         "commonest": None if result.commonest is None else result.commonest.share,
         "examples": result.examples,
         "headline": result.headline,

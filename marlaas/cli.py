@@ -283,7 +283,7 @@ def _scores(opened: Any, layout: Any, version: int) -> dict[str, float]:
         document = json.loads(opened.get(layout.evaluation(version, "report.json")))
     except ObjectNotFound:
         return {}
-    return {r["decoding"]: r["accuracy"]["value"] for r in document["results"]}
+    return {r["decoding"]: r["accuracy"]["share"] for r in document["results"]}
 
 
 def _aliases(tracking_uri: str, tenant: str, job: str) -> dict[int, tuple[str, ...]]:

@@ -108,7 +108,7 @@ def _settings(tenant: TenantSpec) -> dict[str, str]:
 
 
 def _track(run: JobRun, version: int, result: EvaluationReport, files: dict[str, bytes]) -> None:
-    scores = {f"accuracy_{d}": result.result(d).accuracy.value for d in DECODINGS}
+    scores = {f"accuracy_{d}": result.result(d).accuracy.share for d in DECODINGS}
     if result.commonest is not None:
         scores["accuracy_commonest"] = result.commonest.share
     run.log_evaluation(version, scores)

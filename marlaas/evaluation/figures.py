@@ -45,7 +45,6 @@ _STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
     "text.parse_math": False,
-    "axes.unicode_minus": True,
 }
 # Matplotlib reads these settings from a table of the process while it draws, so only one thread may.
 _drawing = threading.Lock()
@@ -78,28 +77,14 @@ def accuracy_figure(results: Sequence[DecodingResult], commonest: CommonAnswer |
         axes = figure.subplots()
         _frame(axes, grid="x")
         for y, result in enumerate(results):
-            a, colour = result.accuracy, COLOURS[result.decoding]
-            axes.barh(y, a.share, height=0.5, color=colour)
+            a = result.accuracy
+            axes.barh(y, a.share, height=0.5, color=COLOURS[result.decoding])
             axes.plot([a.low, a.high], [y, y], color=COLOURS["ink"], linewidth=1.6, marker="|", markersize=8)
-            axes.annotate(
-                percent(a.share),
-                (a.high, y),
-                (8, 0),
-                textcoords="offset points",
-                va="center",
-                color=COLOURS["ink"],
-                weight="bold",
-            )
+            _write(axes, percent(a.share), a.high, y)
         axes.set_yticks(range(len(results)), [LABELS[r.decoding] for r in results], color=COLOURS["ink"])
         axes.set_ylim(len(results) - 0.5, -0.5)
         _draw_commonest(axes, commonest)
-        shares = [*(result.accuracy.high for result in results), commonest.share if commonest else 0]
-        limit = min(1.15, max(shares) * 1.2 + 0.02)
-        ticks = MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]).tick_values(0, limit)
-        axes.set_xticks([tick for tick in ticks if 0 <= tick <= min(1, limit)])
-        axes.set_xlim(0, limit)
-        axes.xaxis.set_major_formatter(lambda share, _: f"{100 * share:.3g}%")
-        axes.set_xlabel("held-out examples answered correctly")
+        _scale_shares(axes, max([r.accuracy.high for r in results] + [commonest.share if commonest else 0]))
         return _svg(figure, "accuracy")
 
 
@@ -133,15 +118,7 @@ def _draw_reward(axes: Axes, curve: Sequence[Mapping[str, float]]) -> None:
         mean, spread = _smoothed(mean), _smoothed(spread)
     axes.fill_between(steps, mean - spread, mean + spread, color=colour, alpha=0.14, linewidth=0)
     axes.plot(steps, mean, color=colour, linewidth=2.2, marker=_marker(steps), markersize=4)
-    axes.annotate(
-        f"{mean[-1]:.2f}",
-        (steps[-1], mean[-1]),
-        (7, 0),
-        textcoords="offset points",
-        va="center",
-        color=COLOURS["ink"],
-        weight="bold",
-    )
+    _write(axes, f"{mean[-1]:.2f}", steps[-1], mean[-1])
     if mean.min() >= 0 and mean.max() <= 1:
         axes.set_ylim(0, 1.02)
     axes.set_ylabel("reward", color=COLOURS["ink"])
@@ -164,6 +141,22 @@ def _draw_commonest(axes: Axes, commonest: CommonAnswer | None) -> None:
     label = f"always the commonest answer, {percent(commonest.share)}"
     axes.axvline(commonest.share, color=COLOURS["ink"], linewidth=1.3, linestyle=(0, (4, 3)), label=label)
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), frameon=False, labelcolor=COLOURS["muted"], borderaxespad=0)
+
+
+def _scale_shares(axes: Axes, highest: float) -> None:
+    """An x axis from 0% to a little beyond `highest`, with room for the number written there and no tick over 100%."""
+    limit = min(1.15, highest * 1.2 + 0.02)
+    ticks = MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]).tick_values(0, limit)
+    axes.set_xticks([tick for tick in ticks if 0 <= tick <= min(1, limit)])
+    axes.set_xlim(0, limit)
+    axes.xaxis.set_major_formatter(lambda share, _: f"{100 * share:.3g}%")
+    axes.set_xlabel("held-out examples answered correctly")
+
+
+def _write(axes: Axes, text: str, x: float, y: float) -> None:
+    """Writes `text` to the right of a point."""
+    ink = COLOURS["ink"]
+    axes.annotate(text, (x, y), (8, 0), textcoords="offset points", va="center", color=ink, weight="bold")
 
 
 def _frame(axes: Axes, grid: str = "y") -> None:

@@ -15,7 +15,7 @@ from storage import JobLayout, open_store
 
 BUCKET = "artifacts"
 SECRET = "wJalrXUtnFEMI-never-shown"
-UNAVAILABLE = b"<Error><Code>ServiceUnavailable</Code><Message>try again</Message></Error>"
+UNAVAILABLE = b"<Error><Code>SlowDown</Code><Message>try again</Message></Error>"
 
 
 class QuietHandler(WSGIRequestHandler):
