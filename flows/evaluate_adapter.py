@@ -43,13 +43,21 @@ async def evaluate_adapter(
 
 @flow(name="evaluate-pending", persist_result=False)
 async def evaluate_pending(store: StoreSpec) -> list[dict[str, Any]]:
-    """Evaluates the newest version of every job that has no report yet; made to run on a schedule."""
+    """Evaluates the newest version of every job that has no report yet; made to run on a schedule.
+
+    One that fails does not stop the others; raises MarlaasError after all of them.
+    """
     opened = store.open()
-    results = []
+    results, failed = [], []
     for layout in await asyncio.to_thread(list_jobs, opened):
-        versions = await asyncio.to_thread(list_adapters, opened, layout)
-        if versions and await asyncio.to_thread(read_report, opened, layout, versions[-1]) is None:
-            results.append(await evaluate_adapter(store, layout.tenant, layout.job, versions[-1]))
+        try:
+            version = await asyncio.to_thread(_pending, opened, layout)
+            if version is not None:
+                results.append(await evaluate_adapter(store, layout.tenant, layout.job, version))
+        except Exception as error:  # the boundary between jobs: one's failure is told, not the others' end
+            failed.append(f"{layout.tenant}/{layout.job}: {error}")
+    if failed:
+        raise MarlaasError("; ".join(failed))
     return results
 
 
@@ -72,6 +80,14 @@ def scores(result: EvaluationReport, store: ObjectStore, layout: JobLayout) -> d
         "headline": result.headline,
         "report": store.url(layout.evaluation(result.version, "report.html")),
     }
+
+
+def _pending(store: ObjectStore, layout: JobLayout) -> int | None:
+    """The newest version of a job, if it wants evaluation and has none."""
+    versions = list_adapters(store, layout)
+    if not versions or read_report(store, layout, versions[-1]) is not None:
+        return None
+    return versions[-1] if read_record(store, layout).tenant.evaluation.enabled else None
 
 
 def _newest(store: ObjectStore, layout: JobLayout) -> int:

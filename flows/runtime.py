@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from marlaas.errors import MarlaasError
@@ -18,45 +20,48 @@ from marlaas.tracking import Tracker
 
 @dataclass
 class _Shared:
-    pool: Pool
+    opening: Future[Pool]
     users: int = 0
 
 
 @dataclass
 class Runtime:
-    """One a process. `progress` gets the lines that say what is being prepared."""
+    """One a process, for flows in any of its event loops. `progress` gets the lines that say what is prepared."""
 
     board: Board = field(default_factory=Board)
     progress: Progress = lambda line: None
     _pools: dict[str, _Shared] = field(default_factory=dict)
-    _opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _opener: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "marlaas-opening"))
 
     @contextlib.asynccontextmanager
     async def pool(self, model: ModelSpec, spec: PoolSpec) -> AsyncIterator[Pool]:
         """The process's pool for this base model; made for its first user, closed after its last."""
         key = model.model_dump_json() + spec.model_dump_json()
-        async with self._opening:
+        with self._lock:
             if key not in self._pools:
-                self._pools[key] = _Shared(await asyncio.to_thread(LocalPool, model, spec, self.progress))
+                self._pools[key] = _Shared(self._opener.submit(LocalPool, model, spec, self.progress))
             shared = self._pools[key]
             shared.users += 1
         try:
-            yield shared.pool
+            yield await asyncio.shield(asyncio.wrap_future(shared.opening))
         finally:
-            shared.users -= 1
-            if shared.users == 0:
-                del self._pools[key]
-                await shared.pool.close()
+            with self._lock:
+                shared.users -= 1
+                if last := shared.users == 0:
+                    del self._pools[key]
+            if last and await asyncio.to_thread(shared.opening.exception) is None:
+                await shared.opening.result().close()
 
 
 RUNTIME = Runtime()
 
 
 @contextlib.contextmanager
-def tracker() -> contextlib.AbstractContextManager[Tracker]:
+def tracker() -> Iterator[Tracker]:
     """A tracker of the MLflow server that MLFLOW_TRACKING_URI names. Raises MarlaasError if it names none."""
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
         raise MarlaasError("MLFLOW_TRACKING_URI is not set; flows need an MLflow server to track adapters in")
     with Tracker(uri) as opened:
-        yield opened  # type: ignore[misc]
+        yield opened

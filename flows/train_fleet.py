@@ -20,6 +20,8 @@ async def train_fleet(fleet: FleetSpec) -> list[dict[str, Any]]:
 
     Returns a row a tenant: its training summary and its scores, or its error.
     """
+    for tenant in fleet.tenants:
+        RUNTIME.board.add(tenant.name, tenant.steps)
     async with RUNTIME.pool(fleet.model, fleet.pool):
         rows = await asyncio.gather(*(_tenant(fleet, t.name) for t in fleet.tenants))
     failed = [r for r in rows if "error" in r]

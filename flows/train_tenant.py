@@ -9,6 +9,7 @@ from prefect import flow
 from prefect.artifacts import acreate_markdown_artifact
 
 from flows.runtime import RUNTIME, tracker
+from marlaas.errors import JobTaken
 from marlaas.jobs import Job, RolloutRef
 from marlaas.specs import FleetSpec
 from storage import read_commits
@@ -37,7 +38,8 @@ async def train_tenant(
             except BaseException as error:
                 status = "KILLED" if isinstance(error, asyncio.CancelledError) else "FAILED"
                 board.set(tenant, stage=status.lower(), note=_reason(error))
-                await asyncio.shield(asyncio.to_thread(job.run.finish, status))
+                if not isinstance(error, JobTaken):  # then the MLflow run is the other runner's to end
+                    await asyncio.shield(asyncio.to_thread(job.run.finish, status))
                 raise
             finally:
                 await asyncio.shield(job.close())
@@ -68,10 +70,20 @@ async def _roll_out(job: Job, first: int, rolled: asyncio.Queue[RolloutRef]) -> 
 
 async def _update(job: Job, first: int, rolled: asyncio.Queue[RolloutRef], evaluation: str) -> None:
     stage = update.with_options(timeout_seconds=job.spec.stage_timeout_seconds)
+    await _publish_missed(job, evaluation)
     for step in range(first, job.spec.steps):
         metrics = await stage(job, await rolled.get())
-        if job.version % job.spec.publish_every == 0 or step + 1 == job.spec.steps:
+        if job.publication_due:
             await publish(job, job.version, step, metrics, evaluation)
+
+
+async def _publish_missed(job: Job, evaluation: str) -> None:
+    """Publishes the version that the job resumes with, if its runner ended between committing and publishing it."""
+    if job.resumed is None or not job.publication_due:
+        return
+    known = await asyncio.to_thread(job.run.tracker.versions, job.layout.tenant, job.layout.job)
+    if all(version.adapter_version != job.version for version in known):
+        await publish(job, job.version, job.resumed.step, job.resumed.metrics, evaluation)
 
 
 def summary(job: Job) -> dict[str, Any]:

@@ -24,7 +24,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 160)
 errors = Console(stderr=True)
 
 State = Annotated[Path, typer.Option(help="Folder of the services' state.")]
@@ -33,6 +33,7 @@ FleetFile = Annotated[Path, typer.Argument(help="The fleet file, in YAML.", meta
 
 _EXIT_BAD_INPUT = 2
 _EXIT_INTERRUPTED = 130
+_DRAIN_SECONDS = 10
 
 
 def main() -> None:
@@ -47,6 +48,13 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(_EXIT_INTERRUPTED)
+    except Exception as error:
+        from storage import StorageError
+
+        if not isinstance(error, StorageError):
+            raise
+        errors.print(f"marlaas: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(1)
 
 
 @app.command()
@@ -119,7 +127,7 @@ def status(state: State = Path(".marlaas"), store: Store = ".marlaas/store") -> 
             layout.tenant,
             layout.job,
             f"{len(committed_steps(opened, layout))}/{record.tenant.steps}",
-            _number(commit and commit.metrics["reward_mean"]),
+            _number(commit.metrics["reward_mean"] if commit else None),
             f"v{adapters[-1]}" if adapters else "-",
             commit.created_at.strftime("%Y-%m-%d %H:%M:%S") if commit else "-",
         )
@@ -200,6 +208,7 @@ def version() -> None:
 
 def _train(fleet: FleetSpec) -> list[dict[str, Any]]:
     # Prefect and transformers read the environment when they are imported.
+    from prefect.events.worker import EventsWorker
     from transformers.utils.logging import disable_progress_bar
 
     from flows.runtime import RUNTIME
@@ -208,9 +217,13 @@ def _train(fleet: FleetSpec) -> list[dict[str, Any]]:
 
     disable_progress_bar()
     RUNTIME.progress = _say
-    with shown(RUNTIME.board, console):
-        # The services are this process's business; a flow run's parameters are for everybody to see.
-        return asyncio.run(train_fleet(fleet.model_copy(update={"services": ServicesSpec()})))
+    try:
+        with shown(RUNTIME.board, console):
+            # The services are this process's business; a flow run's parameters are for everybody to see.
+            return asyncio.run(train_fleet(fleet.model_copy(update={"services": ServicesSpec()})))
+    finally:
+        # The last events go out while the server is there, and no open connection holds up its end.
+        EventsWorker.drain_all(timeout=_DRAIN_SECONDS)
 
 
 def renamed(fleet: FleetSpec, job: str) -> FleetSpec:

@@ -22,6 +22,10 @@ class AdapterError(MarlaasError):
     """An adapter that does not fit the base model or the pool."""
 
 
+class JobTaken(MarlaasError):
+    """Another runner trains the same job; this one ends, and the job goes on there."""
+
+
 class BatchError(MarlaasError):
     """A training batch that is refused; only its own tenant notices."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,10 @@ from marlaas.environments import Environment, open_environment, question_key
 from marlaas.errors import MarlaasError, SpecError
 from marlaas.pool import Pool
 from marlaas.progress import Board
-from marlaas.specs import FleetSpec, ModelSpec, PoolSpec, TenantSpec
+from marlaas.specs import FleetSpec, ModelSpec, PoolSpec, StoreSpec, TenantSpec
 from marlaas.tracking import JobRun, Tracker
 from marlaas.training.trainer import JobState
-from storage import CorruptObject, JobLayout, ObjectExists, ObjectStore, latest_commit
+from storage import Commit, CorruptObject, JobLayout, ObjectExists, ObjectStore, latest_commit
 
 # Fields that say how a job is run and not what it computes: they may change between a start and a resume.
 _MAY_CHANGE = {"quota", "keep_checkpoints", "stage_timeout_seconds"}
@@ -55,16 +56,16 @@ class Job:
         self,
         spec: TenantSpec,
         layout: JobLayout,
-        store: ObjectStore,
-        store_url: str,
+        store: StoreSpec,
         pool: Pool,
         environment: Environment,
-        run: JobRun,
         board: Board,
     ) -> None:
-        self.spec, self.layout, self.store, self.store_url = spec, layout, store, store_url
-        self.pool, self.environment, self.run, self.board = pool, environment, run, board
+        self.spec, self.layout, self.store_spec, self.store = spec, layout, store, store.open()
+        self.pool, self.environment, self.board = pool, environment, board
+        self.run: JobRun
         self.name = f"{layout.tenant}/{layout.job}"
+        self.resumed: Commit | None = None
         self.version = 0
         self.step = 0
         self.cursor = 0
@@ -75,35 +76,43 @@ class Job:
     async def open(cls, fleet: FleetSpec, tenant: str, pool: Pool, tracker: Tracker, board: Board) -> Job:
         """Records the job, or finds it and restores its last committed step. Takes a slot in the pool.
 
-        Raises SpecError if the job was started with another spec.
+        A job whose environment does not open is not recorded. Raises SpecError if the job was started with another
+        spec; whatever it raises, nothing stays open.
         """
         spec = fleet.tenant(tenant)
-        layout, store = JobLayout(tenant, fleet.job(spec)), fleet.store.open()
-        record = JobRecord(model=fleet.model, pool=fleet.pool, tenant=spec, base_fingerprint=pool.base_fingerprint)
-        await asyncio.to_thread(_claim, store, layout, record)
-        environment = open_environment(spec.environment)
-        run = await asyncio.to_thread(
-            tracker.job,
-            tenant,
-            layout.job,
-            spec.model_dump(mode="json", exclude={"name", "job"}),
-            {"base_model": pool.base_name, "base_fingerprint": pool.base_fingerprint[:12]},
-        )
-        job = cls(spec, layout, store, fleet.store.url, pool, environment, run, board)
-        if spec.evaluation.enabled:
-            held_out = await environment.held_out(spec.evaluation.examples, spec.evaluation.seed)
-            job.held_out = frozenset(question_key(e) for e in held_out)
-        state = await asyncio.to_thread(job._restore)
-        job.version = await pool.open_job(job.name, spec, state)
+        async with contextlib.AsyncExitStack() as undo:
+            environment = open_environment(spec.environment)
+            undo.push_async_callback(environment.close)
+            job = cls(spec, JobLayout(tenant, fleet.job(spec)), fleet.store, pool, environment, board)
+            if spec.evaluation.enabled:
+                held_out = await environment.held_out(spec.evaluation.examples, spec.evaluation.seed)
+                job.held_out = frozenset(question_key(e) for e in held_out)
+            record = JobRecord(model=fleet.model, pool=fleet.pool, tenant=spec, base_fingerprint=pool.base_fingerprint)
+            await asyncio.to_thread(_claim, job.store, job.layout, record)
+            state = await asyncio.to_thread(job._restore)
+            job.version = await pool.open_job(job.name, spec, state)
+            undo.push_async_callback(pool.close_job, job.name)
+            job.run = await asyncio.to_thread(job._track, tracker)
+            undo.pop_all()
         return job
 
     def _restore(self) -> JobState | None:
-        commit = latest_commit(self.store, self.layout)
+        commit = self.resumed = latest_commit(self.store, self.layout)
         if commit is None:
             return None
         state, about = decode_state(self.store.get(commit.checkpoint), self.pool.base_fingerprint)
         self.step, self.cursor = commit.step + 1, int(about.dataset_cursor["next"])
         return state
+
+    def _track(self, tracker: Tracker) -> JobRun:
+        parameters = self.spec.model_dump(mode="json", exclude={"name", "job"})
+        base = {"base_model": self.pool.base_name, "base_fingerprint": self.pool.base_fingerprint[:12]}
+        return tracker.job(self.layout.tenant, self.layout.job, parameters, base)
+
+    @property
+    def publication_due(self) -> bool:
+        """Whether the newest version is one to publish."""
+        return self.version > 0 and (self.version % self.spec.publish_every == 0 or self.version == self.spec.steps)
 
     async def may_roll_out(self, step: int) -> None:
         """Waits until sampling step `step` now keeps the rollouts at most `max_staleness` versions old."""

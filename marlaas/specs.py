@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,7 +22,15 @@ if TYPE_CHECKING:
     from storage import ObjectStore
 
 DNS_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_SECRET_OPTION = re.compile(r"(key|secret|token|password|key_id)$", re.IGNORECASE)
 VERSIONS_A_JOB = 3  # resident for sampling, on average: being sampled from, newest, and being made
+_SECRETS = ("services.database", "store.options")  # their values are never shown
+_WORDING = (
+    (r"^Input should be a valid dictionary( or .+)?$", "must be a mapping"),
+    (r"^Input should be a valid tuple$", "must be a list"),
+    (r"^(Input|String|List|Tuple) should ", "must "),
+    (r" after validation, not ", ", not "),
+)
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -42,7 +51,10 @@ Seed = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class Spec(BaseModel):
-    """Base of all specs: unknown keys are refused, values never change after loading."""
+    """Base of all specs: unknown keys are refused, values never change after loading.
+
+    Validators of a whole model say `field: what is wrong with it`.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -71,24 +83,39 @@ class StoreSpec(Spec):
 
     @model_validator(mode="after")
     def _secrets_stay_outside(self) -> StoreSpec:
-        for name, value in self.options.items():
-            if name in ("key", "secret", "token", "password") and not str(value).startswith("env:"):
-                raise ValueError(f"options.{name} must be env:NAME, the variable that holds it, and not the secret")
+        for name, value in _leaves(self.options, "options"):
+            if _SECRET_OPTION.search(name) and not str(value).startswith("env:"):
+                raise ValueError(f"{name}: must be env:NAME, the variable that holds it, and not the secret")
         return self
 
     def open(self) -> ObjectStore:
         """Opens the store. Raises SpecError when a variable is not set; storage.InvalidName for a bad URL."""
         from storage import open_store
 
-        options = {}
-        for name, value in self.options.items():
-            variable = str(value).removeprefix("env:")
-            if variable != str(value):
-                if variable not in os.environ:
-                    raise SpecError("fleet", [f"store.options.{name}: the variable {variable} is not set"])
-                value = os.environ[variable]
-            options[name] = value
-        return open_store(self.url, options)
+        return open_store(self.url, _resolved(self.options, "store.options"))
+
+
+def _leaves(options: dict[str, Any], at: str) -> Iterator[tuple[str, Any]]:
+    for name, value in options.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{at}.{name}")
+        else:
+            yield f"{at}.{name}", value
+
+
+def _resolved(options: dict[str, Any], at: str) -> dict[str, Any]:
+    """The options with each `env:NAME` replaced by the variable's value."""
+    resolved = {}
+    for name, value in options.items():
+        if isinstance(value, dict):
+            value = _resolved(value, f"{at}.{name}")
+        elif isinstance(value, str) and value.startswith("env:"):
+            variable = value.removeprefix("env:")
+            if variable not in os.environ:
+                raise SpecError("fleet", [f"{at}.{name}: the variable {variable!r} is not set"])
+            value = os.environ[variable]
+        resolved[name] = value
+    return resolved
 
 
 class ServicesSpec(Spec):
@@ -125,7 +152,7 @@ class PromptSpec(Spec):
     @model_validator(mode="after")
     def _template_has_question(self) -> PromptSpec:
         if "{question}" not in self.template:
-            raise ValueError(f"template {self.template!r} must contain {{question}}")
+            raise ValueError(f"template: {self.template!r} must contain {{question}}")
         return self
 
 
@@ -138,14 +165,14 @@ class AnswerSpec(Spec):
     @model_validator(mode="after")
     def _pattern_compiles(self) -> AnswerSpec:
         if (self.extract == "pattern") != (self.pattern is not None):
-            raise ValueError("pattern must be given exactly when extract is 'pattern'")
+            raise ValueError("pattern: must be given when extract is 'pattern', and only then")
         if self.pattern is not None:
             try:
                 groups = re.compile(self.pattern).groups
             except re.error as error:
-                raise ValueError(f"pattern {self.pattern!r} is not a regular expression: {error}") from None
+                raise ValueError(f"pattern: {self.pattern!r} is not a regular expression: {error}") from None
             if groups < 1:
-                raise ValueError(f"pattern {self.pattern!r} must have a group that captures the answer")
+                raise ValueError(f"pattern: {self.pattern!r} must have a group that captures the answer")
         return self
 
 
@@ -187,6 +214,11 @@ class CustomSpec(EnvironmentBase):
     memory_mb: int = Field(2048, ge=64)
 
 
+_KINDS: dict[str, type[EnvironmentBase]] = {
+    "reasoning_gym": ReasoningGymSpec,
+    "dataset": DatasetSpec,
+    "custom": CustomSpec,
+}
 EnvironmentSpec = Annotated[ReasoningGymSpec | DatasetSpec | CustomSpec, Field(discriminator="kind")]
 
 
@@ -200,7 +232,7 @@ class LoraSpec(Spec):
     @model_validator(mode="after")
     def _targets_are_distinct(self) -> LoraSpec:
         if len(set(self.targets)) != len(self.targets):
-            raise ValueError(f"targets {list(self.targets)} must be distinct")
+            raise ValueError(f"targets: {list(self.targets)} must be distinct")
         return self
 
 
@@ -281,7 +313,8 @@ class TenantSpec(Spec):
     @model_validator(mode="after")
     def _schedule_fits(self) -> TenantSpec:
         if self.optimizer.warmup_steps > self.steps:
-            raise ValueError(f"optimizer.warmup_steps {self.optimizer.warmup_steps} must be at most steps {self.steps}")
+            warmup = self.optimizer.warmup_steps
+            raise ValueError(f"optimizer.warmup_steps: {warmup} must be at most steps {self.steps}")
         return self
 
 
@@ -296,8 +329,12 @@ class FleetSpec(Spec):
     tenants: tuple[TenantSpec, ...] = Field(min_length=1)
 
     def tenant(self, name: str) -> TenantSpec:
-        """The tenant of that name; KeyError if there is none."""
-        return next(t for t in self.tenants if t.name == name)
+        """The tenant of that name. Raises SpecError if there is none."""
+        for tenant in self.tenants:
+            if tenant.name == name:
+                return tenant
+        known = ", ".join(t.name for t in self.tenants)
+        raise SpecError(self.name, [f"tenant: {name!r} is not one of the fleet's tenants: {known}"])
 
     def job(self, tenant: TenantSpec) -> str:
         """The name of a tenant's job."""
@@ -308,7 +345,7 @@ def load_fleet(path: Path) -> FleetSpec:
     """Reads and checks a fleet file. Raises SpecError with every problem found; starts nothing."""
     source = str(path)
     fleet = parse_fleet(_read_yaml(path), source)
-    problems = [*_pool_problems(fleet), *_environment_problems(fleet, path.parent)]
+    problems = [*_pool_problems(fleet), *_store_problems(fleet.store), *_environment_problems(fleet, path.parent)]
     if problems:
         raise SpecError(source, problems)
     return _anchored(fleet, path.parent.resolve())
@@ -322,7 +359,7 @@ def _anchored(fleet: FleetSpec, folder: Path) -> FleetSpec:
 
     def anchor(environment: EnvironmentSpec) -> EnvironmentSpec:
         if isinstance(environment, DatasetSpec) and "://" not in environment.path:
-            return environment.model_copy(update={"path": str(folder / environment.path)})
+            return environment.model_copy(update={"path": str(folder / Path(environment.path).expanduser())})
         if isinstance(environment, CustomSpec):
             return environment.model_copy(update={"path": folder / (environment.path or "")})
         return environment
@@ -349,10 +386,20 @@ def parse_fleet(document: Any, source: str = "fleet") -> FleetSpec:
     try:
         return FleetSpec.model_validate(document)
     except ValidationError as error:
-        raise SpecError(source, [_problem(e) for e in error.errors()]) from None
+        found = error.errors()
+        raise SpecError(source, [_problem(e) for e in found if not _follows(e, found)]) from None
+
+
+def _follows(error: Any, found: list[Any]) -> bool:
+    """Whether a list only counts as too short because its items have problems of their own."""
+    loc = error["loc"]
+    return error["type"] == "too_short" and any(e["loc"][: len(loc)] == loc for e in found if e is not error)
 
 
 def _overlay(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`over` laid on `under`, field by field; an environment of another kind takes nothing from the one below."""
+    if "kind" in over and "kind" in under and over["kind"] != under["kind"]:
+        return over
     merged = dict(under)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
@@ -361,34 +408,43 @@ def _overlay(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def _problem(error: Any) -> str:
-    """One line for one pydantic error: field, what is allowed, value given."""
-    field = _field_path(error["loc"])
-    kind, message = error["type"], error["msg"].removeprefix("Value error, ")
+    """One line for one pydantic error: field, value given, what is allowed."""
+    field, kind, given = _field_path(error["loc"]), error["type"], error["input"]
+    message = error["msg"].removeprefix("Value error, ")
+    for said, ours in _WORDING:
+        message = re.sub(said, ours, message)
     if kind == "extra_forbidden":
         return f"{field}: unknown key; {_allowed_keys(error['loc'])}"
     if kind == "missing":
         return f"{field}: is required"
-    if isinstance(error["input"], dict):
-        return f"{field}: {message}"
-    return f"{field}: {_shown(error['input'])} is not allowed: {message}"
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        name = "environment.kind"
+        allowed = f"must be one of {', '.join(_KINDS)}"
+        at = field.removesuffix("environment") + name
+        return f"{at}: {_shown(given['kind'])} is not allowed: {allowed}" if "kind" in given else f"{at}: {allowed}"
+    if kind == "value_error" and isinstance(given, dict):
+        return f"{field}.{message}".removeprefix("fleet.")
+    if field in _SECRETS:
+        return f"{field}: is not allowed: {message}"
+    return f"{field}: {_shown(given)} is not allowed: {message}"
 
 
 def _field_path(loc: tuple[int | str, ...]) -> str:
-    parts = [part for part in loc if part not in ("reasoning_gym", "dataset", "custom") or part == loc[-1]]
+    # pydantic puts the kind of an environment between the field and what is in it.
+    parts = [part for before, part in zip((None, *loc), loc, strict=False) if before != "environment"]
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     return text.removeprefix(".") or "fleet"
 
 
 def _allowed_keys(loc: tuple[int | str, ...]) -> str:
     owner: Any = FleetSpec
-    kinds = {"reasoning_gym": ReasoningGymSpec, "dataset": DatasetSpec, "custom": CustomSpec}
     for part in loc[:-1]:
         if isinstance(part, int):
             continue
         if part == "tenants":
             owner = TenantSpec
-        elif part in kinds and owner is EnvironmentBase:
-            owner = kinds[part]
+        elif part in _KINDS and owner is EnvironmentBase:
+            owner = _KINDS[part]
         elif part == "environment":
             owner = EnvironmentBase
         else:
@@ -403,6 +459,11 @@ def _shown(value: Any) -> str:
 
 def _pool_problems(fleet: FleetSpec) -> list[str]:
     pool, problems = fleet.pool, []
+    if pool.train_tokens < pool.max_sequence_tokens:
+        problems.append(
+            f"pool.train_tokens: {pool.train_tokens} must be at least "
+            f"pool.max_sequence_tokens {pool.max_sequence_tokens}"
+        )
     seen: dict[str, int] = {}
     for i, tenant in enumerate(fleet.tenants):
         at = f"tenants[{i}]"
@@ -413,12 +474,12 @@ def _pool_problems(fleet: FleetSpec) -> list[str]:
         seen.setdefault(tenant.name, i)
         if tenant.lora.rank > pool.max_rank:
             problems.append(f"{at}.lora.rank: {tenant.lora.rank} must be at most pool.max_rank {pool.max_rank}")
-        longest = max(tenant.sampling.max_tokens, tenant.evaluation.max_tokens or 0)
-        if longest >= pool.max_sequence_tokens:
-            problems.append(
-                f"{at}.sampling.max_tokens: {longest} must leave room for a prompt in "
-                f"pool.max_sequence_tokens {pool.max_sequence_tokens}"
-            )
+        for part, longest in (("sampling", tenant.sampling.max_tokens), ("evaluation", tenant.evaluation.max_tokens)):
+            if longest is not None and longest >= pool.max_sequence_tokens:
+                problems.append(
+                    f"{at}.{part}.max_tokens: {longest} must leave room for a prompt in "
+                    f"pool.max_sequence_tokens {pool.max_sequence_tokens}"
+                )
         cap = tenant.quota.max_sequences
         if cap is not None and cap > pool.max_sequences:
             problems.append(f"{at}.quota.max_sequences: {cap} must be at most pool.max_sequences {pool.max_sequences}")
@@ -431,6 +492,21 @@ def _pool_problems(fleet: FleetSpec) -> list[str]:
     if len(fleet.tenants) > pool.max_adapters:
         problems.append(f"tenants: {len(fleet.tenants)} tenants do not fit in pool.max_adapters {pool.max_adapters}")
     return problems
+
+
+def _store_problems(store: StoreSpec) -> list[str]:
+    """A folder needs no look, and spares the import of everything S3 needs."""
+    if not store.options and "://" not in store.url:
+        return []
+    from storage import InvalidName
+
+    try:
+        store.open()
+    except InvalidName as error:
+        return [f"store: {error}"]
+    except SpecError as error:
+        return error.problems
+    return []
 
 
 def _environment_problems(fleet: FleetSpec, folder: Path) -> list[str]:
@@ -449,13 +525,17 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def _construct_unique(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    loader.flatten_mapping(node)
     seen: set[Any] = set()
     for key_node, _ in node.value:
-        key = loader.construct_object(key_node)
+        if key_node.tag == "tag:yaml.org,2002:merge":
+            continue
+        key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key, Hashable):
+            raise yaml.constructor.ConstructorError(None, None, f"{key!r} cannot be a key", key_node.start_mark)
         if key in seen:
             raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", key_node.start_mark)
         seen.add(key)
+    loader.flatten_mapping(node)  # only now: a key may be given again over one that `<<` merges in
     return loader.construct_mapping(node, deep=True)
 
 

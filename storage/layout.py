@@ -49,8 +49,10 @@ class JobLayout:
     def rollout(self, step: int, shard: str | int) -> str:
         return validate_key(f"{self.rollouts(step)}/{_file_name(str(shard), 'shard')}.parquet")
 
-    def checkpoint(self, step: int) -> str:
-        return f"{self.root}/checkpoints/{_number(step, 'step'):08d}.arrow"
+    def checkpoint(self, step: int, attempt: str) -> str:
+        """A checkpoint of a step. Each attempt has its own, so that a late one never replaces the committed one."""
+        name = f"{_number(step, 'step'):08d}-{_file_name(attempt, 'attempt')}"
+        return validate_key(f"{self.root}/checkpoints/{name}.arrow")
 
     @property
     def commits(self) -> str:

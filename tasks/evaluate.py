@@ -12,6 +12,7 @@ from prefect import task
 from marlaas.environments import open_environment
 from marlaas.evaluation import EvaluationReport, build_report, render_html
 from marlaas.evaluation.decode import decode_examples
+from marlaas.evaluation.schema import Decoding
 from marlaas.jobs import JobRecord
 from marlaas.pool import Pool
 from marlaas.specs import TenantSpec
@@ -26,7 +27,7 @@ from storage import (
 )
 from tasks.options import STAGE
 
-DECODINGS = ("base", "greedy", "cold")
+DECODINGS: tuple[Decoding, ...] = ("base", "greedy", "cold")
 
 
 @task(name="evaluate", task_run_name="evaluate-v{version}", **STAGE)

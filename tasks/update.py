@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 
 from prefect import task
 
 from marlaas.checkpoints import encode_state
+from marlaas.errors import JobTaken
 from marlaas.jobs import Job, RolloutRef
 from marlaas.training.batch import TrainingBatch, TrainingSample
-from storage import Commit, Rollout, decode_rollouts, write_commit
+from storage import Commit, Rollout, StepAlreadyCommitted, decode_rollouts, read_commit, write_commit
 from tasks.options import STAGE
 
 
 @task(name="update", task_run_name="update-{rollouts.step}", **STAGE)
 async def update(job: Job, rollouts: RolloutRef) -> dict[str, float]:
-    """Trains on the shard and commits the step; returns its metrics."""
+    """Trains on the shard and commits the step; returns its metrics. Raises JobTaken if another runner has."""
     job.board.set(job.spec.name, stage="update")
     started = time.perf_counter()
     rows = await asyncio.to_thread(lambda: decode_rollouts(job.store.get(rollouts.key)))
-    batch = TrainingBatch(job.name, [_sample(r) for r in rows], staleness=job.version - rollouts.version)
+    batch = training_batch(job.name, rows, job.version - rollouts.version)
     result = await job.pool.update(batch)
     trained = time.perf_counter()
     state = await job.pool.state(job.name)
@@ -42,6 +44,11 @@ async def update(job: Job, rollouts: RolloutRef) -> dict[str, float]:
     return metrics
 
 
+def training_batch(job: str, rows: list[Rollout], staleness: float) -> TrainingBatch:
+    """What a step's stored rollouts are to the trainer. staleness: in versions."""
+    return TrainingBatch(job, [_sample(r) for r in rows], staleness)
+
+
 def _sample(row: Rollout) -> TrainingSample:
     return TrainingSample(
         group=row.group_id,
@@ -57,7 +64,7 @@ def _sample(row: Rollout) -> TrainingSample:
 
 def _commit(job: Job, rollouts: RolloutRef, version: int, checkpoint: bytes, metrics: dict[str, float]) -> None:
     """Checkpoint first, then the commit that makes the step exist; then checkpoints past keeping go."""
-    step, key = rollouts.step, job.layout.checkpoint(rollouts.step)
+    step, key = rollouts.step, job.layout.checkpoint(rollouts.step, uuid.uuid4().hex[:12])
     job.store.put(key, checkpoint)
     commit = Commit(
         tenant=job.layout.tenant,
@@ -69,6 +76,10 @@ def _commit(job: Job, rollouts: RolloutRef, version: int, checkpoint: bytes, met
         checkpoint=key,
         metrics=metrics,
     )
-    write_commit(job.store, job.layout, commit)
+    try:
+        write_commit(job.store, job.layout, commit)
+    except StepAlreadyCommitted:
+        job.store.delete(key)
+        raise JobTaken(f"another runner of {job.name} has committed step {step}; this one ends") from None
     if step >= job.spec.keep_checkpoints:
-        job.store.delete(job.layout.checkpoint(step - job.spec.keep_checkpoints))
+        job.store.delete(read_commit(job.store, job.layout, step - job.spec.keep_checkpoints).checkpoint)

@@ -28,14 +28,14 @@ def make_commit(layout, step, **changes):
         "adapter_version": step + 1,
         "rollouts": [layout.rollout(step, 0)],
         "rollout_versions": [step],
-        "checkpoint": layout.checkpoint(step),
+        "checkpoint": layout.checkpoint(step, "x"),
         "metrics": {"reward": 0.1 + 0.2},
     }
     return Commit(**(values | changes))
 
 
 def commit_step(store, layout, step, **changes):
-    store.put(layout.checkpoint(step), b"checkpoint")
+    store.put(layout.checkpoint(step, "x"), b"checkpoint")
     commit = make_commit(layout, step, **changes)
     write_commit(store, layout, commit)
     return commit
@@ -75,7 +75,7 @@ def test_a_step_is_committed_once(store, layout):
 
 
 def test_of_eight_runners_of_a_job_one_commits_the_step(store, layout):
-    store.put(layout.checkpoint(0), b"checkpoint")
+    store.put(layout.checkpoint(0, "x"), b"checkpoint")
     barrier, outcomes = threading.Barrier(8), {}
 
     def run(i):
@@ -97,14 +97,14 @@ def test_of_eight_runners_of_a_job_one_commits_the_step(store, layout):
 
 
 def test_a_step_without_its_checkpoint_cannot_be_committed(store, layout):
-    with pytest.raises(ObjectNotFound, match=r"step 0 .*checkpoints/00000000\.arrow"):
+    with pytest.raises(ObjectNotFound, match=r"step 0 .*checkpoints/00000000-x\.arrow"):
         write_commit(store, layout, make_commit(layout, 0))
     assert latest_commit(store, layout) is None
 
 
 def test_a_commit_of_another_job_is_refused(store, layout):
     other = JobLayout("beta", "sums")
-    store.put(other.checkpoint(0), b"checkpoint")
+    store.put(other.checkpoint(0, "x"), b"checkpoint")
     with pytest.raises(InvalidName, match="beta/sums"):
         write_commit(store, layout, make_commit(other, 0))
 
