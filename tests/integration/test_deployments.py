@@ -64,7 +64,7 @@ def worker(project, variables, tmp_path) -> Iterator[Path]:
 
 
 def ended(client, name: str, log: Path, seconds: float = 120) -> FlowRun:
-    """The flow run of that name, once there is one and it has ended."""
+    """The flow run of that name, once there is one and it has ended; a flow gives itself its name when it starts."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         runs = client.read_flow_runs(flow_run_filter=FlowRunFilter(name={"any_": [name]}))
@@ -97,9 +97,9 @@ def test_a_published_adapter_is_evaluated_by_the_deployment_that_listens(
     fleet = fleet_of("by-event", store, tenants, publish_every=5, **SMALL)
     [deployment] = prefect_client.read_deployments(deployment_filter=DeploymentFilter(name={"any_": ["train-tenant"]}))
     parameters = {"fleet": fleet.model_dump(mode="json"), "tenant": "deployed"}
-    prefect_client.create_flow_run_from_deployment(deployment.id, parameters=parameters, name="deployed-training")
+    prefect_client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
 
-    trained = ended(prefect_client, "deployed-training", worker)
+    trained = ended(prefect_client, "train-deployed", worker)
     assert trained.state_name == "Completed", worker.read_text()
     evaluated = ended(prefect_client, "evaluate-deployed", worker)
     assert evaluated.state_name == "Completed", worker.read_text()
