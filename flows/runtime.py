@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from prefect.events.worker import EventsWorker
+
 from marlaas.errors import MarlaasError
 from marlaas.models import Progress
 from marlaas.pool import LocalPool, Pool
@@ -55,6 +57,14 @@ class Runtime:
 
 
 RUNTIME = Runtime()
+
+
+def send_events(seconds: float) -> None:
+    """Sends the events still queued while their server is there, and lets its connection go.
+
+    A server that is told to end waits for open connections.
+    """
+    EventsWorker.drain_all(timeout=seconds)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 from prefect import flow
@@ -12,6 +13,8 @@ from flows.runtime import RUNTIME
 from flows.train_tenant import train_tenant
 from marlaas.errors import MarlaasError
 from marlaas.specs import FleetSpec
+
+logger = logging.getLogger(__name__)
 
 
 @flow(name="train-fleet", flow_run_name="{fleet.name}", persist_result=False)
@@ -39,6 +42,8 @@ async def _tenant(fleet: FleetSpec, name: str) -> dict[str, Any]:
             row |= await evaluate_adapter(fleet.store, name, fleet.job(spec), row["version"])
     except Exception as error:  # the boundary between tenants: one's failure is a row, not the others' end
         RUNTIME.board.set(name, stage="failed", note=str(error).split("\n")[0])
+        if not isinstance(error, MarlaasError):
+            logger.exception("tenant %s failed", name)
         return {"tenant": name, "error": str(error)}
     RUNTIME.board.set(name, stage="done")
     return row

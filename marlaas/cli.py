@@ -70,7 +70,8 @@ def run(
 
     with start_services(fleet.services, _say) as services:
         os.environ.update(services.environment())
-        os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
+        # A failure is a row of the table; Prefect would add its traceback, three times.
+        os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
         rows = _train(fleet)
         _result_table(rows)
         _where(fleet, services.prefect_api_url, services.mlflow_tracking_uri, services.owned)
@@ -208,10 +209,9 @@ def version() -> None:
 
 def _train(fleet: FleetSpec) -> list[dict[str, Any]]:
     # Prefect and transformers read the environment when they are imported.
-    from prefect.events.worker import EventsWorker
     from transformers.utils.logging import disable_progress_bar
 
-    from flows.runtime import RUNTIME
+    from flows.runtime import RUNTIME, send_events
     from flows.train_fleet import train_fleet
     from marlaas.live import shown
 
@@ -222,8 +222,7 @@ def _train(fleet: FleetSpec) -> list[dict[str, Any]]:
             # The services are this process's business; a flow run's parameters are for everybody to see.
             return asyncio.run(train_fleet(fleet.model_copy(update={"services": ServicesSpec()})))
     finally:
-        # The last events go out while the server is there, and no open connection holds up its end.
-        EventsWorker.drain_all(timeout=_DRAIN_SECONDS)
+        send_events(_DRAIN_SECONDS)
 
 
 def renamed(fleet: FleetSpec, job: str) -> FleetSpec:
@@ -242,11 +241,14 @@ def _result_table(rows: list[dict[str, Any]]) -> None:
         table.add_column(name, justify="left" if name in ("tenant", "adapter") else "right")
     for row in rows:
         if "error" in row:
-            table.add_row(row["tenant"], f"failed: {row['error']}", style="red")
+            table.add_row(row["tenant"], "failed", style="red")
             continue
         numbers = [_number(row.get(k)) for k in ("reward_first", "reward_last", "base", "greedy", "cold", "commonest")]
         table.add_row(row["tenant"], *numbers, str(row.get("examples", "-")), row["adapter"])
     console.print(table)
+    for row in rows:
+        if "error" in row:
+            errors.print(f"{row['tenant']} failed: {row['error']}", style="red", markup=False, soft_wrap=True)
 
 
 def _where(fleet: FleetSpec, prefect: str, mlflow: str, stopping: bool) -> None:

@@ -40,14 +40,12 @@ def token_logprobs(
 
 def _chunks(
     transformer: Transformer, hidden_NH: torch.Tensor, targets: Targets
-) -> Iterator[tuple[slice, Targets, torch.Tensor, torch.Tensor]]:
+) -> Iterator[tuple[slice, Targets, torch.Tensor]]:
     for start in range(0, len(hidden_NH), _CHUNK):
         part = targets.chunk(start)
         window = slice(start, start + len(part.tokens))
-        logits = adjusted_logits(
-            transformer.logits(hidden_NH[window]), part.temperature, part.top_k, part.top_p, part.tokens
-        )
-        yield window, part, logits, torch.logsumexp(logits, dim=-1)
+        raw = transformer.logits(hidden_NH[window])
+        yield window, part, adjusted_logits(raw, part.temperature, part.top_k, part.top_p, part.tokens)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -57,11 +55,11 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs = torch.empty(len(hidden_NH), dtype=torch.float32, device=hidden_NH.device)
         entropy = torch.empty_like(logprobs)
-        for window, part, logits, total in _chunks(transformer, hidden_NH, targets):
-            logprobs[window] = logits.gather(1, part.tokens[:, None]).squeeze(1) - total
-            probs = torch.exp(logits - total[:, None])
-            # 0 * -inf is not a number: a dropped token adds nothing.
-            entropy[window] = total - torch.nan_to_num(probs * logits, nan=0.0, neginf=0.0).sum(dim=-1)
+        for window, part, logits in _chunks(transformer, hidden_NH, targets):
+            all_logprobs = torch.log_softmax(logits, dim=-1)
+            logprobs[window] = all_logprobs.gather(1, part.tokens[:, None]).squeeze(1)
+            # A token that top_k or top_p dropped has log-prob -inf and adds nothing.
+            entropy[window] = torch.special.entr(all_logprobs.exp_()).sum(dim=-1)
         ctx.save_for_backward(hidden_NH)
         ctx.transformer, ctx.targets = transformer, targets
         ctx.mark_non_differentiable(entropy)
@@ -72,10 +70,10 @@ class _TokenLogprobs(torch.autograd.Function):
         (hidden_NH,) = ctx.saved_tensors
         dlogprob_N = grads[0]
         dhidden_NH = torch.empty_like(hidden_NH)
-        for window, part, logits, total in _chunks(ctx.transformer, hidden_NH, ctx.targets):
+        for window, part, logits in _chunks(ctx.transformer, hidden_NH, ctx.targets):
             # d logprob / d logits = (one_hot - probs) / temperature; 0 where a token was dropped.
-            dlogits = torch.exp(logits - total[:, None]).neg_()
-            dlogits.scatter_add_(1, part.tokens[:, None], torch.ones_like(total)[:, None])
-            dlogits.mul_((dlogprob_N[window] / part.temperature)[:, None])
+            weight = dlogprob_N[window] / part.temperature
+            dlogits = torch.softmax(logits, dim=-1).mul_(-weight[:, None])
+            dlogits.scatter_add_(1, part.tokens[:, None], weight[:, None])
             dhidden_NH[window] = dlogits.to(hidden_NH.dtype) @ ctx.transformer.head
         return dhidden_NH, None, None

@@ -47,11 +47,12 @@ class TokenSums:
 def step_metrics(batch: TrainingBatch, groups: GroupAdvantages, sums: TokenSums) -> dict[str, float]:
     """Named metrics of one step.
 
+    Those of tokens (loss to kl_to_base) are over the groups that train: without a KL term, those with a signal.
     logprob_gap: mean |trainer - sampler| log-prob; at staleness 0 it is numerics alone. kl_to_base: k3 estimate, on
     all sampled tokens if the loss has a KL term, else on the step's first packed row.
     """
     rewards = np.array([s.reward for s in batch.samples])
-    n = sums.tokens
+    n, sampled = sums.tokens, sum(int(s.mask.sum()) for s in batch.samples)
     return {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
@@ -62,6 +63,6 @@ def step_metrics(batch: TrainingBatch, groups: GroupAdvantages, sums: TokenSums)
         "logprob_gap": sums.gap / n,
         "kl_to_base": sums.kl / max(1, sums.reference_tokens),
         "staleness": float(batch.staleness),
-        "sampled_tokens": float(n),
-        "completion_tokens_mean": n / len(batch.samples),
+        "sampled_tokens": float(sampled),
+        "completion_tokens_mean": sampled / len(batch.samples),
     }

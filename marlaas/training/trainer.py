@@ -73,6 +73,7 @@ class _Prepared:
     batch: TrainingBatch
     groups: GroupAdvantages
     rows: list[Row]
+    total_tokens: int
     sums: TokenSums
 
 
@@ -174,8 +175,14 @@ class Trainer:
         members = defaultdict(list)
         for index, sample in enumerate(batch.samples):
             members[sample.group].append((index, sample))
-        rows = [row for group in members.values() for row in pack_group(group, self.micro_batch_tokens)]
-        return _Prepared(batch, groups, rows, TokenSums())
+        # A group whose rewards are all equal has no advantage: it would only add zeros to the gradient.
+        learns = {g for g, a in zip(names, groups.advantages, strict=True) if a != 0} or set(names[:1])
+        if spec.algorithm.kl_coefficient > 0:
+            learns = set(names)
+        chosen = [group for name, group in members.items() if name in learns]
+        rows = [row for group in chosen for row in pack_group(group, self.micro_batch_tokens)]
+        total_tokens = sum(int(s.mask.sum()) for s in batch.samples)
+        return _Prepared(batch, groups, rows, total_tokens, TokenSums())
 
     def _accumulate_gradients(self, prepared: Mapping[str, _Prepared]) -> None:
         t = self.base.transformer
@@ -202,8 +209,7 @@ class Trainer:
                     reference if algorithm.kl_coefficient > 0 else None,
                 )
                 result = entry.token_loss(inputs, algorithm)
-                total = sum(len(row.targets) for row in ready.rows)
-                losses.append(result.loss.sum() / total)
+                losses.append(result.loss.sum() / ready.total_tokens)
                 ready.sums.add(
                     result.loss.detach(),
                     entropy[span],
