@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from marlaas_kernels.reference import cold_scores, multi_lora
-from marlaas_kernels.segments import SegmentWeights, multi_lora_, multi_lora_backward
 
 from marlaas.sampling.cold import cold_logits
+from marlaas_kernels.reference import cold_scores, multi_lora
+from marlaas_kernels.segments import SegmentWeights, multi_lora_, multi_lora_backward
 
 COLUMNS = [(0, 6), (6, 3)]  # two parts of a fused linear with nine outputs
 

@@ -86,7 +86,7 @@ def test_a_source_that_is_nothing_says_what_it_could_have_been(tmp_path, monkeyp
         resolve_model("smollm2-135m", tmp_path)
     with pytest.raises(ModelError, match="is not a file"):
         resolve_model(str(tmp_path / "x.gguf"), tmp_path)
-    with pytest.raises(ModelError, match="has no config.json"):
+    with pytest.raises(ModelError, match=r"has no config\.json"):
         resolve_model(str(tmp_path), tmp_path)
 
 

@@ -128,5 +128,5 @@ async def test_waiting_work_learns_that_the_pool_was_closed(model_cache):
 
 
 def test_a_model_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ModelError, match="has no config.json"):
+    with pytest.raises(ModelError, match=r"has no config\.json"):
         LocalPool(ModelSpec(source=str(tmp_path), device="cpu"), POOL)

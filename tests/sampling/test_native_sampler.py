@@ -3,7 +3,6 @@
 import pytest
 import torch
 from engine import random_adapter, resident
-from marlaas_kernels.reference import cold_scores
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
@@ -11,6 +10,7 @@ from marlaas.errors import RequestError
 from marlaas.lora import export_peft
 from marlaas.sampling.native import NativeSampler
 from marlaas.sampling.protocol import Decoding, FinishReason, SamplingRequest
+from marlaas_kernels.reference import cold_scores
 
 
 @pytest.fixture(scope="module")
