@@ -35,7 +35,6 @@ def render_html(report: EvaluationReport) -> str:
             last_point=curve[-1] if curve else {},
             smoothed=len(curve) >= SMOOTH_FROM,
             steps=[point["step"] for point in curve],
-            cold_cost=_relative_seconds(report),
         )
     )
 
@@ -111,9 +110,3 @@ def _escaped(text: str) -> str:
 def _interval(comparison: Comparison) -> str:
     paired = comparison.difference
     return f"({points(paired.difference)} points, {points(paired.low)} to {points(paired.high)})"
-
-
-def _relative_seconds(report: EvaluationReport) -> float | None:
-    """CoLD's mean time an example over greedy's; None if greedy took no time."""
-    greedy, cold = report.result("greedy").cost.seconds_mean, report.result("cold").cost.seconds_mean
-    return cold / greedy if greedy > 0 else None
