@@ -243,7 +243,9 @@ def test_every_tenant_has_its_artifacts_in_prefect(trained, prefect_client):
             found = prefect_client.request(
                 "POST", "/artifacts/filter", json={"artifacts": {"key": {"any_": [key]}}}
             ).json()
-            assert [artifact["data"] is not None for artifact in found] == [True], key
+            # A later evaluation flow that finds the report done shows it once more.
+            assert found, key
+            assert all(artifact["data"] for artifact in found), key
 
 
 # Running it again
