@@ -70,7 +70,6 @@ class ModelSpec(Spec):
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     device: str = Field("auto", pattern=r"^(auto|cpu|(cuda|npu)(:\d+)?)$")
     cache: Path = Path("~/.cache/marlaas")
-    trust_remote_code: Literal[False] = False
 
 
 class StoreSpec(Spec):

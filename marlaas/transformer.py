@@ -24,7 +24,6 @@ class Geometry:
 
     vocabulary: int
     hidden: int
-    intermediate: int
     layers: int
     heads: int
     kv_heads: int
@@ -48,7 +47,6 @@ class Geometry:
         return Geometry(
             vocabulary=config.vocab_size,
             hidden=config.hidden_size,
-            intermediate=config.intermediate_size,
             layers=config.num_hidden_layers,
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,

@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from marlaas.environments.baseline import commonest_answer
 from marlaas.environments.protocol import Environment, Example, Message, Outcome, question_key
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ __all__ = [
     "Message",
     "Outcome",
     "check_environment",
-    "commonest_answer",
     "open_environment",
     "question_key",
 ]

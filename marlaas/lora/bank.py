@@ -34,11 +34,6 @@ class AdapterBank:
     def __getitem__(self, key: Hashable) -> Resident:
         return self._resident[key]
 
-    @property
-    def free(self) -> int:
-        """Slots that nobody owns."""
-        return len(self._free)
-
     def add(self, key: Hashable, layout: AdapterLayout) -> Resident:
         """Gives `key` a zeroed slot. Raises AdapterError when the adapter or one more does not fit."""
         assert key not in self._resident, f"{key} is resident already"

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from marlaas.errors import AdapterError, MarlaasError, PoolClosed, RequestError
+from marlaas.errors import AdapterError, MarlaasError, ModelError, PoolClosed, RequestError
 from marlaas.lora import AdapterBank, AdapterLayout, AdapterShape, export_peft, import_peft
 from marlaas.models import BaseModel, Progress, load_base_model
 from marlaas.pool.policy import DeviceLoad, should_train
@@ -234,6 +234,11 @@ class LocalPool:
             torch.set_num_threads(self._spec.threads)
         self._base = load_base_model(model, progress)
         t, spec = self._base.transformer, self._spec
+        if spec.max_sequence_tokens > t.geometry.max_positions:
+            raise ModelError(
+                f"pool.max_sequence_tokens: {spec.max_sequence_tokens} must be at most {t.geometry.max_positions}, "
+                f"the longest context of {model.source}"
+            )
         size = AdapterLayout(t, AdapterShape(spec.max_rank, 1.0, TARGETS)).size
         bank = AdapterBank(VERSIONS_A_JOB * spec.max_adapters, size, t.dtype, t.device)
         self._trainer = Trainer(self._base, spec.max_adapters, size, spec.train_tokens)
@@ -257,6 +262,7 @@ class LocalPool:
             self._updates.remove(pending)
             pending.future.set_exception(gone)
         self._retire(self._newest.pop(job))
+        self._sampler.queue.forget(self._trainer[job].spec.name)
         self._trainer.close(job)
 
     def _publish(self, job: str, version: int) -> None:

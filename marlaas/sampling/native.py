@@ -55,15 +55,6 @@ class _Running:
         return len(self.request.prompt) + len(self.tokens) - 1
 
 
-@dataclass
-class StepReport:
-    """What one step did: rows decoded, prompt tokens prefilled, tokens sampled for each owner."""
-
-    rows: int = 0
-    prefilled: int = 0
-    sampled: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-
-
 class NativeSampler:
     """Serves SamplingRequests. `adapters` holds the versions that may be asked for, in the model's dtype."""
 
@@ -107,17 +98,15 @@ class NativeSampler:
         self.queue.put(request.owner, _Running(request, on_done, rows), _expected_cost(request))
 
     @torch.inference_mode()
-    def step(self) -> StepReport:
+    def step(self) -> None:
         """Admits what fits, prefills it, and decodes one token for every running request."""
-        report = StepReport()
         admitted = self._admit()
         if admitted:
-            logits = self._prefill(admitted, report)
+            logits = self._prefill(admitted)
             self._running.extend(admitted)
-            self._extend(admitted, logits, report)
+            self._extend(admitted, logits)
         if self._running:
-            self._extend(self._running, self._decode(report), report)
-        return report
+            self._extend(self._running, self._decode())
 
     def cancel(self, unwanted: Callable[[SamplingRequest], bool], error: MarlaasError) -> None:
         """Drops the waiting and running requests that are unwanted; each gets the error."""
@@ -152,7 +141,7 @@ class NativeSampler:
 
     # Forward passes. Both return logits [rows, vocabulary] in the order of the cache rows asked for.
 
-    def _prefill(self, admitted: Sequence[_Running], report: StepReport) -> torch.Tensor:
+    def _prefill(self, admitted: Sequence[_Running]) -> torch.Tensor:
         """Logits after the prompt for each row of `admitted`, in order. Equal prompts of one adapter run once."""
         rows = [(row, item.request.prompt) for item in admitted for row in item.rows]
         sharers: dict[tuple[str | None, tuple[int, ...]], list[int]] = defaultdict(list)
@@ -176,7 +165,6 @@ class NativeSampler:
                 tokens += [*prompt, *[0] * pad]
                 positions += range(length)
                 cache_rows += [sharers[adapter, prompt][0]] * len(prompt) + [-1] * pad
-                report.prefilled += len(prompt)
             blocks.append(Block(len(prompts), length))
             segments.append((adapter, start, len(tokens)))
 
@@ -194,7 +182,7 @@ class NativeSampler:
         logits = self.base.transformer.logits(hidden[at])
         return logits[torch.tensor([unique[row.adapter, prompt] for row, prompt in rows], device=device)]
 
-    def _decode(self, report: StepReport) -> torch.Tensor:
+    def _decode(self) -> torch.Tensor:
         """Logits after the last token for each row of the running requests, in order."""
         rows = [(row, item) for item in self._running for row in item.rows]
         order = sorted(range(len(rows)), key=lambda i: (rows[i][0].adapter or "", i))
@@ -211,7 +199,6 @@ class NativeSampler:
                 segments.append((adapter, at, at + 1))
         attend = DecodeAttention(self._cache, cache_rows, positions)
         hidden = self.base.transformer.hidden_states(tokens, positions, attend, self._lora(segments))
-        report.rows += len(rows)
         inverse = torch.empty(len(order), dtype=torch.long)
         inverse[torch.tensor(order)] = torch.arange(len(order))
         return self.base.transformer.logits(hidden[inverse.to(device)])
@@ -222,14 +209,13 @@ class NativeSampler:
 
     # From logits to tokens
 
-    def _extend(self, items: Sequence[_Running], logits: torch.Tensor, report: StepReport) -> None:
+    def _extend(self, items: Sequence[_Running], logits: torch.Tensor) -> None:
         """Appends one token to each item and lets go of those that are finished."""
         tokens, logprobs = choose_tokens([item.request for item in items], [len(item.tokens) for item in items], logits)
         finished = []
         for item, token, logprob in zip(items, tokens, logprobs, strict=True):
             item.tokens.append(token)
             item.logprobs.append(logprob)
-            report.sampled[item.request.owner] += 1
             outcome = self._outcome(item)
             if outcome is not None:
                 finished.append((item, outcome))

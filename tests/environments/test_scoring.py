@@ -3,7 +3,6 @@ from fractions import Fraction
 
 import pytest
 
-from marlaas.environments.baseline import commonest_answer
 from marlaas.environments.hosting import Served, SharedHost
 from marlaas.environments.protocol import Example, question_key
 from marlaas.environments.scoring import exact_score, numeric_score, parse_number
@@ -68,12 +67,6 @@ async def test_math_score_off_the_main_thread():
     scores = await asyncio.gather(*(host.call("score", a, b, seconds=60, what="step") for a, b in pairs))
     assert scores == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
     await host.close()
-
-
-def test_commonest_answer_and_its_share():
-    examples = [Example(str(i), "q", answer) for i, answer in enumerate(["2", "1", "2 ", None, "1"])]
-    assert commonest_answer(examples) == ("1", 0.4)
-    assert commonest_answer([Example("0", "q")]) == ("", 0.0)
 
 
 def test_question_key_minds_words_only():

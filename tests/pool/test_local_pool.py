@@ -130,3 +130,9 @@ async def test_waiting_work_learns_that_the_pool_was_closed(model_cache):
 def test_a_model_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ModelError, match=r"has no config\.json"):
         LocalPool(ModelSpec(source=str(tmp_path), device="cpu"), POOL)
+
+
+def test_sequences_longer_than_the_model_s_context_are_refused(model_cache):
+    model = ModelSpec(source="tiny-random", device="cpu", cache=model_cache)
+    with pytest.raises(ModelError, match="max_sequence_tokens: 4096 must be at most 2048, the longest context"):
+        LocalPool(model, POOL.model_copy(update={"max_sequence_tokens": 4096}))
