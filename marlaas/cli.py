@@ -16,7 +16,8 @@ from rich.table import Table
 
 from marlaas import __version__
 from marlaas.errors import MarlaasError, SpecError
-from marlaas.specs import FleetSpec, ServicesSpec, StoreSpec, load_fleet
+from marlaas.fleet_files import load_fleet, parse_fleet
+from marlaas.specs import FleetSpec, ServicesSpec, StoreSpec
 
 app = typer.Typer(
     help="Reinforcement-learning fine-tuning of language models as a multi-tenant, asynchronous service.",
@@ -230,8 +231,6 @@ def renamed(fleet: FleetSpec, job: str) -> FleetSpec:
     document = fleet.model_dump(mode="json")
     for tenant in document["tenants"]:
         tenant["job"] = job
-    from marlaas.specs import parse_fleet
-
     return parse_fleet(document, "--job")
 
 

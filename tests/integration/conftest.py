@@ -19,8 +19,9 @@ from prefect.settings import (
 )
 
 from flows.train_fleet import train_fleet
+from marlaas.fleet_files import parse_fleet
 from marlaas.services import Services
-from marlaas.specs import FleetSpec, parse_fleet
+from marlaas.specs import FleetSpec
 from marlaas.tracking import Tracker
 
 

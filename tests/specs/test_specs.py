@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from marlaas.errors import SpecError
-from marlaas.specs import FleetSpec, load_fleet, parse_fleet
+from marlaas.fleet_files import load_fleet, parse_fleet
+from marlaas.specs import FleetSpec
 
 ENVIRONMENT = "{kind: reasoning_gym, dataset: chain_sum}"
 GOOD = f"name: sums\ntenants: [{{name: acme, steps: 10, environment: {ENVIRONMENT}}}]\n"
@@ -163,7 +164,7 @@ MALFORMED = {
     "dtype": (GOOD + "model: {dtype: int8}\n", "model.dtype: 'int8' is not allowed: must be 'bfloat16', 'float16' or"),
     "code from a hub": (
         GOOD + "model: {trust_remote_code: true}\n",
-        "model.trust_remote_code: True is not allowed: must be False",
+        "model.trust_remote_code: unknown key; allowed are source, dtype, device, cache",
     ),
     # The environment
     "environment missing": (
