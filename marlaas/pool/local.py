@@ -9,7 +9,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -100,12 +100,7 @@ class LocalPool:
         future: Future[Sample] = Future()
 
         def on_done(outcome: Sample | MarlaasError) -> None:
-            if future.cancelled():
-                return
-            if isinstance(outcome, MarlaasError):
-                future.set_exception(outcome)
-            else:
-                future.set_result(outcome)
+            _settle(future, outcome)
 
         await self._call(lambda: self._sampler.submit(request, on_done))
         try:
@@ -140,11 +135,10 @@ class LocalPool:
 
         def run() -> None:
             try:
-                result = function()
+                outcome: T | Exception = function()
             except Exception as error:  # whoever asked gets it; the device thread goes on
-                future.set_exception(error)
-            else:
-                future.set_result(result)
+                outcome = error
+            _settle(future, outcome)
 
         self._calls.put(run)
         return future
@@ -204,7 +198,7 @@ class LocalPool:
             results = self._trainer.update([p.batch for p in first.values()])
         except Exception as error:  # nothing was applied: optimizers step only after all passes
             for pending in first.values():
-                pending.future.set_exception(error)
+                _settle(pending.future, error)
             return
         for job, pending in first.items():
             outcome = results[job]
@@ -213,17 +207,14 @@ class LocalPool:
                     self._publish(job, outcome.version)
                 except AdapterError as error:  # no slot left: this job's to know, the others go on
                     outcome = error
-            if isinstance(outcome, UpdateResult):
-                pending.future.set_result(outcome)
-            else:
-                pending.future.set_exception(outcome)
+            _settle(pending.future, outcome)
 
     def _end(self) -> None:
         closed = PoolClosed("the pool was closed")
         if hasattr(self, "_sampler"):
             self._sampler.cancel(lambda request: True, closed)
         for pending in self._updates:
-            pending.future.set_exception(closed)
+            _settle(pending.future, closed)
         while self._run_calls(wait=False) is False:
             pass
 
@@ -260,7 +251,7 @@ class LocalPool:
         self._sampler.cancel(lambda r: r.adapter is not None and r.adapter.startswith(prefix), gone)
         for pending in [p for p in self._updates if p.batch.job == job]:
             self._updates.remove(pending)
-            pending.future.set_exception(gone)
+            _settle(pending.future, gone)
         self._retire(self._newest.pop(job))
         self._sampler.queue.forget(self._trainer[job].spec.name)
         self._trainer.close(job)
@@ -308,3 +299,12 @@ class LocalPool:
     def _export(self, job: str) -> dict[str, bytes]:
         entry = self._trainer[job]
         return export_peft(entry.resident.layout, entry.weights, self._base.transformer, self._base.name)
+
+
+def _settle(future: Future[Any], outcome: Any) -> None:
+    """Answers whoever asked, unless they have gone: a cancelled call must not end the device thread."""
+    with contextlib.suppress(InvalidStateError):
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)

@@ -115,6 +115,18 @@ async def test_a_cancelled_request_leaves_the_batch(pool):
     assert pool._sampler.users("a/j/v0") == 0
 
 
+async def test_a_cancelled_update_does_not_end_the_device_thread(pool):
+    await pool.open_job("a/j", spec("a"))
+    for seed in range(5):
+        task = asyncio.create_task(pool.update(random_batch(pool._base, "a/j", seed)))
+        await asyncio.sleep(0.001 * seed)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    result = await pool.update(random_batch(pool._base, "a/j", 9))
+    assert result.version >= 1
+    assert pool._thread.is_alive()
+
+
 async def test_waiting_work_learns_that_the_pool_was_closed(model_cache):
     pool = LocalPool(ModelSpec(source="tiny-random", dtype="float32", device="cpu", cache=model_cache), POOL)
     await pool.open_job("a/j", spec("a"))
