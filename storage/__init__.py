@@ -17,6 +17,7 @@ from storage.evaluations import EVALUATION_SCHEMA, EvaluationRow, decode_evaluat
 from storage.layout import JobLayout, list_jobs, validate_name
 from storage.objects import ObjectStore, open_store
 from storage.rollouts import ROLLOUT_SCHEMA, Rollout, decode_rollouts, encode_rollouts
+from storage.stages import StageRecord, read_stages, write_stages
 
 __all__ = [
     "EVALUATION_SCHEMA",
@@ -35,6 +36,7 @@ __all__ = [
     "ObjectStore",
     "Rollout",
     "SchemaMismatch",
+    "StageRecord",
     "StepAlreadyCommitted",
     "StorageError",
     "committed_steps",
@@ -52,7 +54,9 @@ __all__ = [
     "read_adapter",
     "read_commit",
     "read_commits",
+    "read_stages",
     "validate_name",
     "write_adapter",
     "write_commit",
+    "write_stages",
 ]

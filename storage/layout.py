@@ -63,6 +63,14 @@ class JobLayout:
         return f"{self.commits}/{_number(step, 'step'):08d}.json"
 
     @property
+    def stages(self) -> str:
+        """Folder of the records of what the stages did and when."""
+        return f"{self.root}/stages"
+
+    def stage_records(self, name: str) -> str:
+        return validate_key(f"{self.stages}/{_file_name(name, 'stage records')}.json")
+
+    @property
     def adapters(self) -> str:
         """Folder of the adapter versions."""
         return f"{self.root}/adapters"
