@@ -51,28 +51,31 @@ async def train_tenant(
 
 
 async def _train(job: Job, evaluation: str) -> None:
-    rolled: asyncio.Queue[RolloutRef] = asyncio.Queue(maxsize=job.spec.max_staleness + 1)
+    rolled: asyncio.Queue[asyncio.Task[RolloutRef]] = asyncio.Queue(maxsize=job.spec.max_staleness + 1)
     first = job.step
     try:
         async with asyncio.TaskGroup() as stages:
-            stages.create_task(_roll_out(job, first, rolled), name=f"{job.name} rollouts")
+            stages.create_task(_roll_out(job, first, rolled, stages), name=f"{job.name} rollouts")
             stages.create_task(_update(job, first, rolled, evaluation), name=f"{job.name} updates")
     except* BaseException as group:  # one reason is enough: the other stage was only cancelled for it
         raise _first(group) from None
 
 
-async def _roll_out(job: Job, first: int, rolled: asyncio.Queue[RolloutRef]) -> None:
+async def _roll_out(
+    job: Job, first: int, rolled: asyncio.Queue[asyncio.Task[RolloutRef]], stages: asyncio.TaskGroup
+) -> None:
+    """Starts each step's rollouts as soon as they may be: up to `max_staleness` steps are rolled out ahead at once."""
     stage = rollout.with_options(timeout_seconds=job.spec.stage_timeout_seconds)
     for step in range(first, job.spec.steps):
         await job.may_roll_out(step)
-        await rolled.put(await stage(job, step))
+        await rolled.put(stages.create_task(stage(job, step), name=f"{job.name} rollout {step}"))
 
 
-async def _update(job: Job, first: int, rolled: asyncio.Queue[RolloutRef], evaluation: str) -> None:
+async def _update(job: Job, first: int, rolled: asyncio.Queue[asyncio.Task[RolloutRef]], evaluation: str) -> None:
     stage = update.with_options(timeout_seconds=job.spec.stage_timeout_seconds)
     await _publish_missed(job, evaluation)
     for step in range(first, job.spec.steps):
-        metrics = await stage(job, await rolled.get())
+        metrics = await stage(job, await (await rolled.get()))
         if job.publication_due:
             await publish(job, job.version, step, metrics, evaluation)
 
@@ -100,6 +103,8 @@ def summary(job: Job) -> dict[str, Any]:
         "reward_last": rewards[-1],
         "sampled_tokens": int(sum(c.metrics["sampled_tokens"] for c in commits)),
         "environment_failures": int(sum(c.metrics["environment_failures"] for c in commits)),
+        "dropped_conversations": int(sum(c.metrics["dropped_conversations"] for c in commits)),
+        "split_conversations": int(sum(c.metrics["split_conversations"] for c in commits)),
         "saturated_share_last": commits[-1].metrics["saturated_share"],
         "mlflow_run": job.run.url,
     }

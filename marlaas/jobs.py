@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from marlaas.checkpoints import decode_state
-from marlaas.environments import Environment, open_environment, question_key
+from marlaas.environments import Environment, Example, open_environment, question_key
 from marlaas.errors import MarlaasError, SpecError
 from marlaas.pool import Pool
 from marlaas.progress import Board
 from marlaas.specs import FleetSpec, ModelSpec, PoolSpec, StoreSpec, TenantSpec
 from marlaas.tracking import JobRun, Tracker
 from marlaas.training.trainer import JobState
-from storage import Commit, CorruptObject, JobLayout, ObjectExists, ObjectStore, latest_commit
+from storage import (
+    Commit,
+    CorruptObject,
+    JobLayout,
+    ObjectExists,
+    ObjectStore,
+    StageRecord,
+    latest_commit,
+    write_stages,
+)
+from storage.stages import Stage
 
 # Fields that say how a job is run and not what it computes: they may change between a start and a resume.
 _MAY_CHANGE = {"quota", "keep_checkpoints", "stage_timeout_seconds"}
@@ -36,17 +48,16 @@ class JobRecord(BaseModel):
 
 @dataclass(frozen=True)
 class RolloutRef:
-    """A step's rollouts in the store. cursor: of the example stream, after this step. Times in seconds."""
+    """A step's rollouts in the store. cursor: of the example stream, after this step.
+
+    metrics: what the stage reports of itself, for the step's commit.
+    """
 
     step: int
     key: str
     version: int
-    samples: int
-    tokens: int
     cursor: int
-    failures: int
-    rollout_seconds: float
-    environment_seconds: float
+    metrics: dict[str, float]
 
 
 class Job:
@@ -68,9 +79,11 @@ class Job:
         self.resumed: Commit | None = None
         self.version = 0
         self.step = 0
-        self.cursor = 0
         self.held_out: frozenset[str] = frozenset()
+        self._cursor = 0
+        self._drawn = 0
         self._moved = asyncio.Condition()
+        self._stages: list[StageRecord] = []
 
     @classmethod
     async def open(cls, fleet: FleetSpec, tenant: str, pool: Pool, tracker: Tracker, board: Board) -> Job:
@@ -90,7 +103,9 @@ class Job:
             record = JobRecord(model=fleet.model, pool=fleet.pool, tenant=spec, base_fingerprint=pool.base_fingerprint)
             await asyncio.to_thread(_claim, job.store, job.layout, record)
             state = await asyncio.to_thread(job._restore)
-            job.version = await pool.open_job(job.name, spec, state)
+            waiting = partial(board.set, tenant, stage="waiting")
+            job.version = await pool.open_job(job.name, spec, state, lambda reason: waiting(note=reason))
+            board.set(tenant, note="")
             undo.push_async_callback(pool.close_job, job.name)
             job.run = await asyncio.to_thread(job._track, tracker)
             undo.pop_all()
@@ -101,7 +116,8 @@ class Job:
         if commit is None:
             return None
         state, about = decode_state(self.store.get(commit.checkpoint), self.pool.base_fingerprint)
-        self.step, self.cursor = commit.step + 1, int(about.dataset_cursor["next"])
+        self.step = self._drawn = commit.step + 1
+        self._cursor = int(about.dataset_cursor["next"])
         return state
 
     def _track(self, tracker: Tracker) -> JobRun:
@@ -119,16 +135,41 @@ class Job:
         async with self._moved:
             await self._moved.wait_for(lambda: step - self.version <= self.spec.max_staleness)
 
+    async def draw(self, step: int) -> tuple[list[Example], int]:
+        """The step's training examples, and the stream's cursor after them. Steps draw in their order."""
+        async with self._moved:
+            await self._moved.wait_for(lambda: self._drawn == step)
+            examples, self._cursor = await self.environment.training(
+                self.spec.prompts_per_step, self.spec.seed, self._cursor, self.held_out
+            )
+            self._drawn += 1
+            self._moved.notify_all()
+            return examples, self._cursor
+
     async def advance(self, version: int) -> None:
         """The trainer made a version: sampling of later steps may start."""
         async with self._moved:
             self.version = version
             self._moved.notify_all()
 
+    def record(self, stage: Stage, step: int, start: float, end: float, **numbers: Any) -> None:
+        """Notes what a stage did and when (seconds since the epoch); `write_records` stores it."""
+        about = {"tenant": self.layout.tenant, "job": self.layout.job, "stage": stage, "step": step}
+        self._stages.append(StageRecord(**about, start=start, end=end, **numbers))
+
+    def write_records(self) -> None:
+        """Stores the stage records noted since the last time."""
+        records, self._stages = self._stages, []
+        if records:
+            write_stages(self.store, self.layout, f"{records[0].step:08d}-{uuid.uuid4().hex[:12]}", records)
+
     async def close(self) -> None:
-        """Gives the pool slot and the environment back."""
-        await self.pool.close_job(self.name)
-        await self.environment.close()
+        """Stores what is noted, and gives the pool slot and the environment back."""
+        try:
+            await asyncio.to_thread(self.write_records)
+        finally:
+            await self.pool.close_job(self.name)
+            await self.environment.close()
 
 
 def read_record(store: ObjectStore, layout: JobLayout) -> JobRecord:

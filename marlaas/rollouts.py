@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from marlaas.conversations import converse
+from marlaas.conversations import Conversation, converse
 from marlaas.environments import Environment, Example
 from marlaas.errors import EnvironmentFailure
 from marlaas.pool import AdapterLease, Pool
@@ -19,11 +20,29 @@ from storage import Rollout
 
 @dataclass(frozen=True)
 class Collected:
-    """A step's rollouts, in whole groups of at least two, and why any that were asked for are missing."""
+    """A step's rollouts, in whole groups of at least two conversations, and what they took.
+
+    failures: why conversations are missing, and how many. dropped: finished conversations that are left out because
+    their group has no other. split: conversations that became several rollouts. calls, environment_seconds: of the
+    environment; interacting: when (time.time) the first call began and the last one ended.
+    """
 
     rollouts: list[Rollout]
     failures: dict[str, int]
+    dropped: int
+    split: int
+    calls: int
     environment_seconds: float
+    device_seconds: float
+    reused_tokens: int
+    interacting: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class _Finished:
+    group: str
+    rollouts: list[Rollout]
+    conversation: Conversation
 
 
 def request_seed(*parts: int | str) -> int:
@@ -45,6 +64,7 @@ async def collect(
     A conversation whose environment fails is left out and counted; a group left with fewer than two is left out
     whole. Raises EnvironmentFailure, with the commonest reason, if nothing is left.
     """
+    began = time.time()
     runs = [
         _roll_out(pool, environment, tenant, step, example, member, adapter)
         for example in examples
@@ -52,20 +72,31 @@ async def collect(
     ]
     outcomes = await asyncio.gather(*runs, return_exceptions=True)
     failures: Counter[str] = Counter()
-    done: list[Rollout] = []
+    done: list[_Finished] = []
     for outcome in outcomes:
-        if isinstance(outcome, Rollout):
+        if isinstance(outcome, _Finished):
             done.append(outcome)
         elif isinstance(outcome, EnvironmentFailure):
             failures[str(outcome)] += 1
         else:
             raise outcome
-    members = Counter(r.group_id for r in done)
-    kept = [r for r in done if members[r.group_id] >= 2]
+    members = Counter(finished.group for finished in done)
+    kept = [finished for finished in done if members[finished.group] >= 2]
     if not kept:
         reason, _ = failures.most_common(1)[0]
         raise EnvironmentFailure(f"no rollout of step {step} was finished; most often: {reason}")
-    return Collected(kept, dict(failures), sum(r.environment_seconds for r in kept))
+    talks = [finished.conversation for finished in done]
+    return Collected(
+        rollouts=[rollout for finished in kept for rollout in finished.rollouts],
+        failures=dict(failures),
+        dropped=len(done) - len(kept),
+        split=sum(len(finished.rollouts) > 1 for finished in kept),
+        calls=sum(talk.calls for talk in talks),
+        environment_seconds=sum(talk.environment_seconds for talk in talks),
+        device_seconds=sum(talk.device_seconds for talk in talks),
+        reused_tokens=sum(talk.reused_tokens for talk in talks),
+        interacting=(began, time.time()),
+    )
 
 
 async def _roll_out(
@@ -76,42 +107,51 @@ async def _roll_out(
     example: Example,
     member: int,
     adapter: AdapterLease,
-) -> Rollout:
+) -> _Finished:
     sampling = tenant.sampling
+    group = f"{step}-{example.id}"
 
-    def request(tokens: tuple[int, ...], turn: int) -> SamplingRequest:
+    def request(tokens: tuple[int, ...], turn: int, max_tokens: int) -> SamplingRequest:
         return SamplingRequest(
             owner=tenant.name,
             prompt=tokens,
             adapter=adapter.name,
             decoding=Decoding.SAMPLE,
-            max_tokens=sampling.max_tokens,
+            max_tokens=max_tokens,
             stop_ids=pool.stop_ids,
             stop=sampling.stop,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             seed=request_seed(tenant.seed, step, example.id, member, turn),
+            session=f"{adapter.name}/{group}/{member}",
         )
 
-    done = await converse(pool, environment, example, request)
-    assert done.outcome.reward is not None, "environments check that a finished conversation has a reward"
-    group = f"{step}-{example.id}"
-    return Rollout(
-        sample_id=f"{group}-{member}",
-        group_id=group,
-        prompt_id=example.id,
-        turn_count=len(done.said),
-        token_ids=done.transcript.tokens,
-        loss_mask=done.transcript.mask,
-        logprobs=done.transcript.logprobs,
-        adapter_version=adapter.version,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        reward=done.outcome.reward,
-        reward_parts=done.outcome.parts,
-        finish_reason=str(done.finish_reason),
-        environment_seconds=done.environment_seconds,
-        text="\n".join(done.said),
-    )
+    talk = await converse(pool, environment, example, request, sampling.max_tokens)
+    assert talk.outcome is not None
+    assert talk.outcome.reward is not None, "environments check that a finished conversation has a reward"
+    conversation = f"{group}-{member}"
+    several = len(talk.transcripts) > 1
+    rollouts = [
+        Rollout(
+            sample_id=f"{conversation}.{part}" if several else conversation,
+            group_id=group,
+            prompt_id=example.id,
+            conversation_id=conversation,
+            turn_count=len(talk.said),
+            token_ids=transcript.tokens,
+            loss_mask=transcript.mask,
+            logprobs=transcript.logprobs,
+            adapter_version=adapter.version,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            reward=talk.outcome.reward,
+            reward_parts=talk.outcome.parts,
+            finish_reason=str(talk.finish_reason),
+            environment_seconds=talk.environment_seconds,
+            text="\n".join(talk.said),
+        )
+        for part, transcript in enumerate(talk.transcripts)
+    ]
+    return _Finished(group, rollouts, talk)

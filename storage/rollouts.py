@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from storage.errors import InvalidRow
 from storage.tables import build_table, decode_table, encode_table, list_of, versioned_schema
 
-ROLLOUT_VERSION = 1
+ROLLOUT_VERSION = 2
 ROLLOUT_SCHEMA = versioned_schema(
     "rollouts",
     ROLLOUT_VERSION,
@@ -23,6 +23,7 @@ ROLLOUT_SCHEMA = versioned_schema(
         pa.field("sample_id", pa.string(), nullable=False),
         pa.field("group_id", pa.string(), nullable=False),
         pa.field("prompt_id", pa.string(), nullable=False),
+        pa.field("conversation_id", pa.string(), nullable=False),
         pa.field("turn_count", pa.int32(), nullable=False),
         pa.field("token_ids", list_of(pa.int32()), nullable=False),
         pa.field("loss_mask", list_of(pa.bool_()), nullable=False),
@@ -38,7 +39,15 @@ ROLLOUT_SCHEMA = versioned_schema(
         pa.field("text", pa.string(), nullable=False),
     ],
 )
-_DICTIONARY = ["sample_id", "group_id", "prompt_id", "reward_parts.key_value.key", "finish_reason", "text"]
+_DICTIONARY = [
+    "sample_id",
+    "group_id",
+    "prompt_id",
+    "conversation_id",
+    "reward_parts.key_value.key",
+    "finish_reason",
+    "text",
+]
 _KINDS = {"token_ids": "iu", "loss_mask": "b", "logprobs": "fiu"}  # numpy's letters of the dtypes accepted
 # A log-prob may be positive by rounding only.
 _LOGPROB_SLACK = 1e-3
@@ -51,12 +60,14 @@ class Rollout:
     token_ids int32, loss_mask bool and logprobs float32 are `[tokens]`: prompt, completions and environment turns.
     loss_mask is true exactly on the tokens that the policy sampled; logprobs are natural logarithms of the
     distribution each was drawn from, 0 where the mask is false. Sequences are as good as arrays for encoding;
-    decoding gives writable arrays. environment_seconds: time spent in the environment.
+    decoding gives writable arrays. conversation_id: shared by the samples that one conversation became, where the
+    chat template does not extend earlier turns. environment_seconds: time spent in the environment.
     """
 
     sample_id: str
     group_id: str
     prompt_id: str
+    conversation_id: str
     turn_count: int
     token_ids: NDArray[np.int32] | Sequence[int]
     loss_mask: NDArray[np.bool_] | Sequence[bool]

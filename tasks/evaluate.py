@@ -15,7 +15,7 @@ from marlaas.evaluation.decode import decode_examples
 from marlaas.evaluation.schema import Decoding
 from marlaas.jobs import JobRecord
 from marlaas.pool import Pool
-from marlaas.specs import TenantSpec
+from marlaas.specs import EnvironmentSpec, TenantSpec
 from marlaas.tracking import JobRun
 from storage import (
     JobLayout,
@@ -68,7 +68,7 @@ def _build(store: ObjectStore, layout: JobLayout, record: JobRecord, version: in
         job=layout.job,
         version=version,
         base_model=record.model.source,
-        environment=_environment(tenant),
+        environment=_environment(tenant.environment),
         alpha=tenant.evaluation.alpha,
         beta=tenant.evaluation.beta,
         confidence=tenant.evaluation.confidence,
@@ -86,11 +86,12 @@ def _build(store: ObjectStore, layout: JobLayout, record: JobRecord, version: in
     )
 
 
-def _environment(tenant: TenantSpec) -> str:
-    environment = tenant.environment
+def _environment(environment: EnvironmentSpec) -> str:
     if environment.kind == "reasoning_gym":
         settings = ", ".join(f"{k} {v}" for k, v in environment.settings.items())
         return f"reasoning_gym {environment.dataset}" + (f" ({settings})" if settings else "")
+    if environment.kind == "tools":
+        return f"{_environment(environment.questions)} with tools {', '.join(tool.name for tool in environment.tools)}"
     return f"{environment.kind} {environment.path if environment.kind == 'dataset' else environment.entry}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from prefect import task
 from prefect.events import emit_event
@@ -18,11 +19,13 @@ PUBLISHED = "marlaas.adapter.published"
 async def publish(job: Job, version: int, step: int, metrics: dict[str, float], evaluation: str) -> str:
     """Publishes version `version`; returns its name. evaluation: who evaluates it, `event` or `inline`."""
     job.board.set(job.spec.name, stage="publish")
+    started = time.time()
     files = await job.pool.export(job.name)
     name, url = job.layout.adapter_name(version), job.store.url(job.layout.adapter(version))
     await asyncio.to_thread(write_adapter, job.store, job.layout, version, files)
     shown = {"reward": metrics["reward_mean"], "kl_to_base": metrics["kl_to_base"]}
     await asyncio.to_thread(job.run.register_adapter, version, files, url, step, shown)
+    job.record("publish", step, started, time.time())
     emit_event(
         PUBLISHED,
         resource={

@@ -21,28 +21,31 @@ from tasks.options import STAGE
 async def rollout(job: Job, step: int) -> RolloutRef:
     """Samples the step's prompts with the newest adapter and writes the scored rollouts."""
     job.board.set(job.spec.name, stage="rollout")
-    started = time.perf_counter()
-    examples, cursor = await job.environment.training(
-        job.spec.prompts_per_step, job.spec.seed, job.cursor, job.held_out
-    )
+    started = time.time()
+    examples, cursor = await job.draw(step)
     async with job.pool.lease(job.name) as adapter:
-        collected = await collect(job.pool, job.environment, job.spec, step, examples, adapter)
-    job.cursor = cursor
-    seconds = time.perf_counter() - started
+        found = await collect(job.pool, job.environment, job.spec, step, examples, adapter)
+    seconds = time.time() - started
     # A shard's name is its writer's own: two runners of one job never overwrite each other's rollouts.
     key = job.layout.rollout(step, uuid.uuid4().hex[:12])
-    data = await asyncio.to_thread(encode_rollouts, collected.rollouts)
+    data = await asyncio.to_thread(encode_rollouts, found.rollouts)
     await asyncio.to_thread(job.store.put, key, data)
-    tokens = sum(sum(r.loss_mask) for r in collected.rollouts)
+    tokens = int(sum(sum(r.loss_mask) for r in found.rollouts))
     job.board.set(job.spec.name, tokens_per_second=tokens / seconds)
+    job.record("rollout", step, started, time.time(), tokens=tokens, device_seconds=found.device_seconds)
+    job.record("interact", step, *found.interacting, calls=found.calls, waited_seconds=found.environment_seconds)
     return RolloutRef(
         step=step,
         key=key,
         version=adapter.version,
-        samples=len(collected.rollouts),
-        tokens=int(tokens),
         cursor=cursor,
-        failures=sum(collected.failures.values()),
-        rollout_seconds=seconds,
-        environment_seconds=collected.environment_seconds,
+        metrics={
+            "rollout_seconds": seconds,
+            "rollout_device_seconds": found.device_seconds,
+            "environment_seconds": found.environment_seconds,
+            "environment_failures": float(sum(found.failures.values())),
+            "dropped_conversations": float(found.dropped),
+            "split_conversations": float(found.split),
+            "reused_tokens": float(found.reused_tokens),
+        },
     )

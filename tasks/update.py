@@ -20,24 +20,23 @@ from tasks.options import STAGE
 async def update(job: Job, rollouts: RolloutRef) -> dict[str, float]:
     """Trains on the shard and commits the step; returns its metrics. Raises JobTaken if another runner has."""
     job.board.set(job.spec.name, stage="update")
-    started = time.perf_counter()
+    started = time.time()
     rows = await asyncio.to_thread(lambda: decode_rollouts(job.store.get(rollouts.key)))
     batch = training_batch(job.name, rows, job.version - rollouts.version)
     result = await job.pool.update(batch)
-    trained = time.perf_counter()
+    trained = time.time()
     state = await job.pool.state(job.name)
     await job.advance(result.version)
-    metrics = result.metrics | {
-        "rollout_seconds": rollouts.rollout_seconds,
-        "environment_seconds": rollouts.environment_seconds,
-        "environment_failures": float(rollouts.failures),
-        "update_seconds": trained - started,
-    }
+    own = {"update_seconds": trained - started, "update_device_seconds": result.device_seconds}
+    metrics = result.metrics | rollouts.metrics | own
+    tokens = int(sum(len(row.token_ids) for row in rows))
+    job.record("update", rollouts.step, started, trained, tokens=tokens, device_seconds=result.device_seconds)
     cursor = {"next": rollouts.cursor}
     data = await asyncio.to_thread(
         encode_state, state, job.spec, job.layout.job, rollouts.step, cursor, job.pool.base_fingerprint
     )
     await asyncio.to_thread(_commit, job, rollouts, result.version, data, metrics)
+    await asyncio.to_thread(job.write_records)
     job.run.log_step(rollouts.step, metrics)
     first = {"reward_first": metrics["reward_mean"]} if rollouts.step == 0 else {}
     job.board.set(job.spec.name, step=rollouts.step + 1, reward=metrics["reward_mean"], **first)
@@ -52,6 +51,7 @@ def training_batch(job: str, rows: list[Rollout], staleness: float) -> TrainingB
 def _sample(row: Rollout) -> TrainingSample:
     return TrainingSample(
         group=row.group_id,
+        conversation=row.conversation_id,
         tokens=row.token_ids,  # type: ignore[arg-type]  # decoded rows hold arrays
         mask=row.loss_mask,  # type: ignore[arg-type]
         logprobs=row.logprobs,  # type: ignore[arg-type]

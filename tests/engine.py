@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from marlaas.lora import AdapterBank, AdapterLayout, AdapterShape
+from marlaas.lora import AdapterBank, AdapterLayout, AdapterShape, PagedAdapters
 from marlaas.models import BaseModel, load_base_model
 from marlaas.specs import TARGETS, ModelSpec, TenantSpec
 from marlaas.training.batch import TrainingBatch, TrainingSample
@@ -29,12 +29,16 @@ def random_adapter(base: BaseModel, rank: int, seed: int, targets: tuple[str, ..
     return layout, torch.randn(layout.size, generator=generator) * 0.08
 
 
-def resident(base: BaseModel, adapters: dict[str, tuple[AdapterLayout, torch.Tensor]]) -> AdapterBank:
+def resident(
+    base: BaseModel, adapters: dict[str, tuple[AdapterLayout, torch.Tensor]], slots: int | None = None
+) -> PagedAdapters:
+    """The adapters, with as many slots as there are of them, or fewer."""
     size = max(layout.size for layout, _ in adapters.values())
-    bank = AdapterBank(len(adapters), size, base.transformer.dtype, base.transformer.device)
+    bank = AdapterBank(slots or len(adapters), size, base.transformer.dtype, base.transformer.device)
+    paged = PagedAdapters(bank)
     for name, (layout, vector) in adapters.items():
-        bank.add(name, layout).vector.copy_(vector)
-    return bank
+        paged.add(name, layout, vector)
+    return paged
 
 
 def random_batch(base: BaseModel, job: str, seed: int, groups: int = 3, members: int = 4) -> TrainingBatch:

@@ -49,20 +49,24 @@ async def _answer(
 ) -> EvaluationRow:
     spec = tenant.evaluation
 
-    def request(tokens: tuple[int, ...], turn: int) -> SamplingRequest:
+    limit = spec.max_tokens or tenant.sampling.max_tokens
+
+    def request(tokens: tuple[int, ...], turn: int, max_tokens: int) -> SamplingRequest:
         return SamplingRequest(
             owner=tenant.name,
             prompt=tokens,
             adapter=None if contestant == "base" else adapter,
             decoding=Decoding.COLD if contestant == "cold" else Decoding.GREEDY,
-            max_tokens=spec.max_tokens or tenant.sampling.max_tokens,
+            max_tokens=max_tokens,
             stop_ids=pool.stop_ids,
             stop=tenant.sampling.stop,
             alpha=spec.alpha,
             beta=spec.beta,
+            session=f"{adapter}/{contestant}/{example.id}",
         )
 
-    done = await converse(pool, environment, example, request)
+    done = await converse(pool, environment, example, request, limit)
+    assert done.outcome is not None
     assert done.outcome.reward is not None, "environments check that a finished conversation has a reward"
     return EvaluationRow(
         example_id=example.id,
@@ -72,7 +76,7 @@ async def _answer(
         extracted=done.outcome.extracted,
         reward=done.outcome.reward,
         correct=done.outcome.reward >= spec.correct_at,
-        tokens=sum(done.transcript.mask),
+        tokens=done.sampled_tokens,
         seconds=done.generation_seconds,
         finish_reason=str(done.finish_reason),
     )

@@ -3,6 +3,7 @@
 from marlaas.lora.bank import AdapterBank
 from marlaas.lora.layers import LoraBatch, Segment
 from marlaas.lora.layout import AdapterLayout, AdapterShape
+from marlaas.lora.paging import PagedAdapters
 from marlaas.lora.peft_format import export_peft, import_peft
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "AdapterLayout",
     "AdapterShape",
     "LoraBatch",
+    "PagedAdapters",
     "Segment",
     "export_peft",
     "import_peft",

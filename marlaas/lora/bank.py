@@ -34,6 +34,16 @@ class AdapterBank:
     def __getitem__(self, key: Hashable) -> Resident:
         return self._resident[key]
 
+    @property
+    def free(self) -> int:
+        """How many slots are free."""
+        return len(self._free)
+
+    @property
+    def slot_size(self) -> int:
+        """Elements of the largest adapter that fits."""
+        return self.weights_SP.shape[1]
+
     def add(self, key: Hashable, layout: AdapterLayout) -> Resident:
         """Gives `key` a zeroed slot. Raises AdapterError when the adapter or one more does not fit."""
         assert key not in self._resident, f"{key} is resident already"

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from marlaas.pool.stats import PoolStats
 from marlaas.sampling.protocol import Sample, SamplingRequest
 from marlaas.specs import TenantSpec
 from marlaas.training.batch import TrainingBatch, UpdateResult
 from marlaas.training.trainer import JobState
+
+ADMISSION_SECONDS = 0.5
+"""How often a job that waits to be admitted asks again."""
 
 
 def adapter_name(job: str, version: int) -> str:
@@ -38,6 +42,10 @@ class Pool(Protocol):
         """Token ids that end a reply."""
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence: `pool.max_sequence_tokens`."""
+
+    @property
     def base_name(self) -> str:
         """What the base model was asked for as."""
 
@@ -45,8 +53,17 @@ class Pool(Protocol):
     def base_fingerprint(self) -> str:
         """Identifies the base weights; checkpoints of another base are refused."""
 
-    async def open_job(self, job: str, spec: TenantSpec, state: JobState | None = None) -> int:
-        """Takes a job in and makes its version resident for sampling; returns that version."""
+    async def open_job(
+        self,
+        job: str,
+        spec: TenantSpec,
+        state: JobState | None = None,
+        on_wait: Callable[[str], None] = lambda reason: None,
+    ) -> int:
+        """Takes a job in and makes its version resident for sampling; returns that version.
+
+        Waits while the pool has as many jobs as it takes; `on_wait` is told why, each time it has asked in vain.
+        """
 
     async def close_job(self, job: str) -> None:
         """Lets a job go: its waiting work is cancelled, its slots are freed."""
@@ -60,6 +77,9 @@ class Pool(Protocol):
     async def generate(self, request: SamplingRequest) -> Sample:
         """One completion. Raises RequestError; cancelling the call drops the request."""
 
+    def end_session(self, session: str) -> None:
+        """The conversation is over; what was kept for its next turn is freed."""
+
     async def update(self, batch: TrainingBatch) -> UpdateResult:
         """One optimizer step; its new version is resident when this returns. Raises BatchError."""
 
@@ -68,6 +88,9 @@ class Pool(Protocol):
 
     async def export(self, job: str) -> dict[str, bytes]:
         """The job's newest version as PEFT files, fp32."""
+
+    async def stats(self) -> PoolStats:
+        """What the pool has done so far, and what is waiting."""
 
     async def close(self) -> None:
         """Ends the pool; waiting work gets PoolClosed."""

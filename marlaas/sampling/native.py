@@ -1,73 +1,72 @@
 """The native sampler: continuous batching on the shared base model, every row under its own adapter or none.
 
-Requests join and leave between steps. The running rows occupy cache rows [0, B); when one leaves, the last row
-moves into its place, so attention always reads a plain prefix of the cache. Not thread-safe: the pool's device
-thread owns it.
+Requests join and leave between steps, and every step is one forward pass: new prompts, conversations that come back
+with more tokens, and one token for every running row. The rows that decode occupy cache rows [0, B); when one
+leaves, the last row moves into its place, so their attention reads a plain prefix of the cache. A request that gives
+up its place to a tenant with fewer takes its keys and values along, and goes on later where it was. Not thread-safe:
+the pool's device thread owns it.
 """
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from marlaas.attention import Block, DecodeAttention, KeyValueCache, PrefillAttention
+from marlaas.attention import KeyValueCache, PartsAttention
 from marlaas.errors import MarlaasError, RequestError
-from marlaas.lora import AdapterBank, LoraBatch, Segment
+from marlaas.lora import LoraBatch, PagedAdapters, Segment
 from marlaas.models import BaseModel
-from marlaas.sampling.cold import cold_logits
-from marlaas.sampling.distribution import adjusted_logits, draw, uniforms
+from marlaas.sampling.choice import choose_tokens
+from marlaas.sampling.passes import Generation, OnDone, PassLayout, Row
+from marlaas.sampling.prefixes import PrefixCache
 from marlaas.sampling.protocol import Decoding, FinishReason, Sample, SamplingRequest
 from marlaas.sampling.queue import FairQueue
 
-PREFILL_TOKENS = 4096
+PREFILL_TOKENS = 1024  # new tokens of one step, so that rows which decode do not wait long for others' prompts
 _ROWS_OF_A_COLD_REQUEST = 2
 
-OnDone = Callable[[Sample | MarlaasError], None]
-
 
 @dataclass
-class _Row:
-    """A cache row: the adapter it runs under, and the tokens that its cache holds or is about to."""
+class TokenCounts:
+    """What an owner's requests have come to so far."""
 
-    adapter: str | None
-    index: int = -1
-
-
-@dataclass
-class _Running:
-    """A request in the batch. `rows[0]` is the expert's (or only) row, `rows[1]` the CoLD amateur's."""
-
-    request: SamplingRequest
-    on_done: OnDone
-    rows: list[_Row]
-    started: float = 0.0
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-    @property
-    def position(self) -> int:
-        """Where the last token goes in the cache."""
-        return len(self.request.prompt) + len(self.tokens) - 1
+    sampled: int = 0
+    prefilled: int = 0
+    reused: int = 0
+    device_seconds: float = 0.0
 
 
 class NativeSampler:
-    """Serves SamplingRequests. `adapters` holds the versions that may be asked for, in the model's dtype."""
+    """Serves SamplingRequests. `adapters` holds the versions that may be asked for."""
 
-    def __init__(self, base: BaseModel, adapters: AdapterBank, max_sequences: int, max_sequence_tokens: int) -> None:
-        """The cache takes 2 * layers * kv_heads * head_dim * max_sequences * max_sequence_tokens elements."""
+    def __init__(
+        self,
+        base: BaseModel,
+        adapters: PagedAdapters,
+        max_sequences: int,
+        max_sequence_tokens: int,
+        max_kept_tokens: int = 0,
+    ) -> None:
+        """The cache takes 2 * layers * kv_heads * head_dim * max_sequences * max_sequence_tokens elements.
+
+        max_kept_tokens: of conversations that are out of the batch, whose keys and values are kept.
+        """
         self.base = base
         self.adapters = adapters
-        self.queue: FairQueue[_Running] = FairQueue()
+        self.queue: FairQueue[Generation] = FairQueue(self._within_adapter_cap)
+        self.adapter_caps: dict[str, int | None] = {}
+        self.prefixes = PrefixCache(max_kept_tokens)
+        self.counts: dict[str, TokenCounts] = defaultdict(TokenCounts)
+        self.scheduling_seconds = 0.0
         t = base.transformer
         self._cache = KeyValueCache(t.geometry, max_sequences, max_sequence_tokens, t.dtype, t.device)
-        self._running: list[_Running] = []
-        self._rows: list[_Row] = []
-        self._users: dict[str, int] = defaultdict(int)
+        self._running: list[Generation] = []
+        self._rows: list[Row] = []
+        self._users: Counter[str] = Counter()
 
     @property
     def busy(self) -> bool:
@@ -79,9 +78,14 @@ class NativeSampler:
         """Requests in the batch."""
         return len(self._running)
 
+    @property
+    def fill(self) -> float:
+        """The share of the batch's places that are taken."""
+        return len(self._rows) / self._cache.rows
+
     def users(self, adapter: str) -> int:
         """Requests, waiting or running, that need the adapter."""
-        return self._users.get(adapter, 0)
+        return self._users[adapter]
 
     def submit(self, request: SamplingRequest, on_done: OnDone) -> None:
         """Queues a request; `on_done` is called from `step`. Raises RequestError at once if it cannot be served."""
@@ -90,23 +94,39 @@ class NativeSampler:
             raise RequestError(f"{request.owner}: adapter {request.adapter} is not resident")
         if request.decoding == Decoding.COLD and self._cache.rows < _ROWS_OF_A_COLD_REQUEST:
             raise RequestError(f"{request.owner}: cold decoding needs pool.max_sequences of at least 2")
-        rows = [_Row(request.adapter)]
+        rows = [Row(request.adapter)]
         if request.decoding == Decoding.COLD:
-            rows.append(_Row(None))
+            rows.append(Row(None))
         if request.adapter is not None:
             self._users[request.adapter] += 1
-        self.queue.put(request.owner, _Running(request, on_done, rows), _expected_cost(request))
+        self.queue.put(request.owner, Generation(request, on_done, rows, list(request.prompt)))
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Admits what fits, prefills it, and decodes one token for every running request."""
-        admitted = self._admit()
-        if admitted:
-            logits = self._prefill(admitted)
-            self._running.extend(admitted)
-            self._extend(admitted, logits)
-        if self._running:
-            self._extend(self._running, self._decode())
+        """Admits what fits and gives every request in the batch its next token, in one forward pass."""
+        started = time.perf_counter()
+        new = self._admit()
+        if not self._running and not new:
+            return
+        computing = time.perf_counter()
+        self.scheduling_seconds += computing - started
+        layout = self._layout(new)
+        device = self.base.transformer.device
+        hidden = self.base.transformer.hidden_states(
+            torch.tensor(layout.tokens, device=device),
+            torch.tensor(layout.positions, device=device),
+            PartsAttention(layout.parts),
+            self._lora(layout.segments),
+        )
+        self._running += new
+        rows = [row for item in self._running for row in item.rows]
+        for item in self._running:
+            for row in item.rows:
+                row.length = len(item.content)
+        for source, others in layout.copies:
+            self._cache.copy_row(source.index, [row.index for row in others], source.length)
+        last = torch.tensor([layout.last[row] for row in rows], device=device)
+        self._extend(self.base.transformer.logits(hidden[last]), computing, layout)
 
     def cancel(self, unwanted: Callable[[SamplingRequest], bool], error: MarlaasError) -> None:
         """Drops the waiting and running requests that are unwanted; each gets the error."""
@@ -116,92 +136,111 @@ class NativeSampler:
         for item in running:
             self._leave(item)
         for item in waiting:
-            self._release_adapter(item)
+            self._forget(item)
         for item in [*running, *waiting]:
             item.on_done(error)
 
+    def drop_adapter(self, name: str, error: MarlaasError) -> None:
+        """Forgets an adapter version; requests that still name it get the error."""
+        self.cancel(lambda request: request.adapter == name, error)
+        self.prefixes.drop_adapter(name)
+        self.adapters.remove(name)
+
     # Admission
 
-    def _admit(self) -> list[_Running]:
-        admitted: list[_Running] = []
-        prompts, tokens, now = set(), 0, time.perf_counter()
-        while tokens < PREFILL_TOKENS and (item := self.queue.take(self._fits)) is not None:
-            item.started = now
+    def _admit(self) -> list[Generation]:
+        """Gives places to those whose turn it is, and takes places from those who hold more than their share."""
+        new: list[Generation] = []
+        prompts: set[Hashable] = set()
+        tokens = 0
+        while tokens < PREFILL_TOKENS:
+            item = self.queue.take(self._fits)
+            if item is None:
+                if self._preempt():
+                    continue
+                break
+            self._enter(item)
             for row in item.rows:
-                row.index = len(self._rows)
-                self._rows.append(row)
-                key = (row.adapter, item.request.prompt)
-                tokens += 0 if key in prompts else len(item.request.prompt)
+                key = row if row.length else (row.adapter, item.request.prompt)
+                tokens += 0 if key in prompts else len(item.content) - row.length
                 prompts.add(key)
-            admitted.append(item)
-        return admitted
+            new.append(item)
+        return new
 
-    def _fits(self, item: _Running) -> bool:
-        return len(self._rows) + len(item.rows) <= self._cache.rows
+    def _fits(self, item: Generation) -> bool:
+        if len(self._rows) + len(item.rows) > self._cache.rows:
+            return False
+        in_use = {row.adapter for row in self._rows if row.adapter is not None}
+        return all(row.adapter is None or self.adapters.page_in(row.adapter, in_use) for row in item.rows)
 
-    # Forward passes. Both return logits [rows, vocabulary] in the order of the cache rows asked for.
+    def _within_adapter_cap(self, item: Generation) -> bool:
+        """Whether the item's adapter is in the batch already, or one more of its owner's may join."""
+        cap, adapter = self.adapter_caps.get(item.request.owner), item.request.adapter
+        if cap is None or adapter is None:
+            return True
+        mine = {i.request.adapter for i in self._running if i.request.owner == item.request.owner}
+        return adapter in mine or len(mine - {None}) < cap
 
-    def _prefill(self, admitted: Sequence[_Running]) -> torch.Tensor:
-        """Logits after the prompt for each row of `admitted`, in order. Equal prompts of one adapter run once."""
-        rows = [(row, item.request.prompt) for item in admitted for row in item.rows]
-        sharers: dict[tuple[str | None, tuple[int, ...]], list[int]] = defaultdict(list)
-        for row, prompt in rows:
-            sharers[row.adapter, prompt].append(row.index)
-        by_adapter: dict[str | None, list[tuple[int, ...]]] = defaultdict(list)
-        for adapter, prompt in sharers:
-            by_adapter[adapter].append(prompt)
+    def _preempt(self) -> bool:
+        """Takes a request out of the batch for one whose owner has a smaller share of it; False: nobody has to go."""
+        head = self.queue.head()
+        if head is None or len(self._rows) + len(head.rows) <= self._cache.rows:
+            return False
+        victim = self.queue.victim(head.request.owner)
+        mine = [item for item in self._running if item.request.owner == victim]
+        if not mine:
+            return False
+        item = min(mine, key=lambda item: len(item.content))
+        self._running.remove(item)
+        for row in item.rows:
+            row.parked = self._cache.take_out(row.index, row.length)
+        self._vacate(item)
+        self.queue.put_back(item.request.owner, item)
+        return True
 
-        tokens: list[int] = []
-        positions: list[int] = []
-        cache_rows: list[int] = []
-        last: dict[tuple[str | None, tuple[int, ...]], int] = {}
-        blocks: list[Block] = []
-        segments: list[tuple[str | None, int, int]] = []
-        for adapter, prompts in by_adapter.items():
-            length, start = max(map(len, prompts)), len(tokens)
-            for prompt in prompts:
-                pad = length - len(prompt)
-                last[adapter, prompt] = len(tokens) + len(prompt) - 1
-                tokens += [*prompt, *[0] * pad]
-                positions += range(length)
-                cache_rows += [sharers[adapter, prompt][0]] * len(prompt) + [-1] * pad
-            blocks.append(Block(len(prompts), length))
-            segments.append((adapter, start, len(tokens)))
+    def _enter(self, item: Generation) -> None:
+        """Gives the item's rows their places and what is kept of their keys and values."""
+        request = item.request
+        item.started = time.perf_counter() if item.started is None else item.started
+        for row in item.rows:
+            if row.parked is None and request.session is not None and not item.logprobs:
+                row.parked = self.prefixes.take(request.session, row.adapter, item.content)
+                if row is item.rows[0] and row.parked is not None:
+                    item.reused = row.parked.length
+                    self.counts[request.owner].reused += item.reused
+            row.index = len(self._rows)
+            self._rows.append(row)
+            row.length = 0
+            if row.parked is not None:
+                self._cache.put_back(row.index, row.parked)
+                row.length, row.parked = row.parked.length, None
 
-        device = self.base.transformer.device
-        positions_T = torch.tensor(positions, device=device)
-        attend = PrefillAttention(blocks, self._cache, torch.tensor(cache_rows, device=device), positions_T)
-        hidden = self.base.transformer.hidden_states(
-            torch.tensor(tokens, device=device), positions_T, attend, self._lora(segments)
-        )
-        for (_, prompt), (source, *others) in sharers.items():
-            if others:
-                self._cache.copy_row(source, others, len(prompt))
-        unique = {key: i for i, key in enumerate(sharers)}
-        at = torch.tensor([last[key] for key in sharers], device=device)
-        logits = self.base.transformer.logits(hidden[at])
-        return logits[torch.tensor([unique[row.adapter, prompt] for row, prompt in rows], device=device)]
+    # The forward pass
 
-    def _decode(self) -> torch.Tensor:
-        """Logits after the last token for each row of the running requests, in order."""
-        rows = [(row, item) for item in self._running for row in item.rows]
-        order = sorted(range(len(rows)), key=lambda i: (rows[i][0].adapter or "", i))
-        device = self.base.transformer.device
-        tokens = torch.tensor([rows[i][1].tokens[-1] for i in order], device=device)
-        positions = torch.tensor([rows[i][1].position for i in order], device=device)
-        cache_rows = torch.tensor([rows[i][0].index for i in order], device=device)
-        segments: list[tuple[str | None, int, int]] = []
-        for at, i in enumerate(order):
-            adapter = rows[i][0].adapter
-            if segments and segments[-1][0] == adapter:
-                segments[-1] = (adapter, segments[-1][1], at + 1)
-            else:
-                segments.append((adapter, at, at + 1))
-        attend = DecodeAttention(self._cache, cache_rows, positions)
-        hidden = self.base.transformer.hidden_states(tokens, positions, attend, self._lora(segments))
-        inverse = torch.empty(len(order), dtype=torch.long)
-        inverse[torch.tensor(order)] = torch.arange(len(order))
-        return self.base.transformer.logits(hidden[inverse.to(device)])
+    def _layout(self, new: Sequence[Generation]) -> PassLayout:
+        """Rows that lack one token decode; rows that lack several and whole prompts, all of `new`, come after them."""
+        item_of = {row: item for item in [*self._running, *new] for row in item.rows}
+        kinds: dict[str, list[tuple[Row, Generation]]] = {"decode": [], "extend": [], "prefill": []}
+        for row in self._rows:
+            missing = len(item_of[row].content) - row.length
+            kinds["decode" if missing == 1 else "extend" if row.length else "prefill"].append((row, item_of[row]))
+        self._place_first([row for row, _ in kinds["decode"]])
+        layout = PassLayout(self._cache, self.base.transformer.device)
+        for kind, rows in kinds.items():
+            if rows:
+                getattr(layout, kind)(rows)
+        return layout
+
+    def _place_first(self, decoding: Sequence[Row]) -> None:
+        """Moves rows so that those which decode come first in the cache."""
+        wrong, chosen = [row for row in decoding if row.index >= len(decoding)], set(decoding)
+        holes = [row for row in self._rows[: len(decoding)] if row not in chosen]
+        for row, hole in zip(wrong, holes, strict=True):
+            held = self._cache.take_out(hole.index, hole.length)
+            self._cache.copy_row(row.index, [hole.index], row.length)
+            self._cache.put_back(row.index, held)
+            row.index, hole.index = hole.index, row.index
+            self._rows[row.index], self._rows[hole.index] = row, hole
 
     def _lora(self, segments: Iterable[tuple[str | None, int, int]]) -> LoraBatch:
         resident = [(self.adapters[a], start, end) for a, start, end in segments if a is not None]
@@ -209,13 +248,16 @@ class NativeSampler:
 
     # From logits to tokens
 
-    def _extend(self, items: Sequence[_Running], logits: torch.Tensor) -> None:
-        """Appends one token to each item and lets go of those that are finished."""
-        tokens, logprobs = choose_tokens([item.request for item in items], [len(item.tokens) for item in items], logits)
+    def _extend(self, logits: torch.Tensor, began: float, layout: PassLayout) -> None:
+        """Appends one token to each request of the batch and lets go of those that are finished."""
+        items = self._running
+        tokens, logprobs = choose_tokens([i.request for i in items], [len(i.logprobs) for i in items], logits)
         finished = []
         for item, token, logprob in zip(items, tokens, logprobs, strict=True):
-            item.tokens.append(token)
+            item.content.append(token)
             item.logprobs.append(logprob)
+        self._charge(time.perf_counter() - began, layout)
+        for item in items:
             outcome = self._outcome(item)
             if outcome is not None:
                 finished.append((item, outcome))
@@ -223,96 +265,79 @@ class NativeSampler:
             gone = {id(item) for item, _ in finished}
             self._running = [item for item in self._running if id(item) not in gone]
         for item, sample in finished:
+            self._keep(item)
             self._leave(item)
             item.on_done(sample)
 
-    def _outcome(self, item: _Running) -> Sample | None:
+    def _charge(self, seconds: float, layout: PassLayout) -> None:
+        """Divides a pass's time among its owners by their tokens, and an owner's among its requests."""
+        total, in_batch = sum(layout.sizes.values()), Counter(item.request.owner for item in self._running)
+        for owner, requests in in_batch.items():
+            share = seconds * layout.sizes[owner] / total
+            self.queue.charge(owner, share)
+            counts = self.counts[owner]
+            counts.device_seconds += share
+            counts.sampled += requests
+            counts.prefilled += layout.prefilled[owner]
+        for item in self._running:
+            owner = item.request.owner
+            item.device_seconds += seconds * layout.sizes[owner] / total / in_batch[owner]
+
+    def _outcome(self, item: Generation) -> Sample | None:
         request, reason, text = item.request, None, None
-        if item.tokens[-1] in request.stop_ids:
+        if item.content[-1] in request.stop_ids:
             reason, text = FinishReason.STOP, self._text(item.tokens[:-1])
         elif request.stop:
             whole = self._text(item.tokens)
             cuts = [at for stop in request.stop if (at := whole.find(stop)) >= 0]
             if cuts:
                 reason, text = FinishReason.STOP, whole[: min(cuts)]
-        if reason is None and len(item.tokens) >= request.max_tokens:
+        if reason is None and len(item.logprobs) >= request.max_tokens:
             reason = FinishReason.LENGTH
         if reason is None:
             return None
-        if text is None:
-            text = self._text(item.tokens)
-        seconds = time.perf_counter() - item.started
-        return Sample(item.tokens, item.logprobs, reason, text, request.adapter, seconds)
+        text = self._text(item.tokens) if text is None else text
+        return Sample(
+            item.tokens,
+            item.logprobs,
+            reason,
+            text,
+            request.adapter,
+            time.perf_counter() - (item.started or 0.0),
+            item.device_seconds,
+            item.reused,
+        )
 
     def _text(self, tokens: Sequence[int]) -> str:
         return self.base.tokenizer.decode(tokens, skip_special_tokens=True)
 
-    def _leave(self, item: _Running) -> None:
+    # Leaving
+
+    def _keep(self, item: Generation) -> None:
+        """Keeps the item's keys and values for the conversation's next turn. Its last token has none yet."""
+        session = item.request.session
+        if session is not None and self.prefixes.max_tokens:
+            for row in item.rows:
+                kept = self._cache.take_out(row.index, row.length)
+                self.prefixes.keep(session, row.adapter, item.content[: row.length], kept)
+
+    def _leave(self, item: Generation) -> None:
+        self._vacate(item)
+        self.queue.leave(item.request.owner)
+        self._forget(item)
+
+    def _vacate(self, item: Generation) -> None:
         """Frees the item's rows; the last row of the cache moves into each."""
         for row in item.rows:
             moved = self._rows.pop()
             if moved is not row:
-                self._cache.copy_row(moved.index, [row.index], self._cache.tokens)
+                self._cache.copy_row(moved.index, [row.index], moved.length)
                 moved.index = row.index
                 self._rows[row.index] = moved
-        self._release_adapter(item)
-        request = item.request
-        self.queue.settle(request.owner, _expected_cost(request), len(request.prompt) + len(item.tokens))
 
-    def _release_adapter(self, item: _Running) -> None:
+    def _forget(self, item: Generation) -> None:
         adapter = item.request.adapter
         if adapter is not None:
             self._users[adapter] -= 1
             if self._users[adapter] == 0:
                 del self._users[adapter]
-
-
-def _expected_cost(request: SamplingRequest) -> int:
-    return len(request.prompt) + request.max_tokens
-
-
-def choose_tokens(
-    requests: Sequence[SamplingRequest], positions: Sequence[int], logits: torch.Tensor
-) -> tuple[list[int], list[float]]:
-    """The next token of each request and its log-prob.
-
-    logits: `[rows, V]`, the rows of each request in order (two for CoLD: expert, amateur); positions: how many
-    tokens each request has sampled so far.
-    """
-    starts = np.cumsum([0, *(2 if r.decoding == Decoding.COLD else 1 for r in requests)])
-    tokens = np.zeros(len(requests), dtype=np.int64)
-    logprobs = np.zeros(len(requests))
-    for decoding in Decoding:
-        which = [i for i, r in enumerate(requests) if r.decoding == decoding]
-        if not which:
-            continue
-        at = torch.as_tensor(starts[which], device=logits.device)
-        chosen = [requests[i] for i in which]
-        if decoding == Decoding.SAMPLE:
-            token_N, logprob_N = _sample(chosen, [positions[i] for i in which], logits[at])
-        else:
-            scores = logits[at].float()
-            if decoding == Decoding.COLD:
-                scores = cold_logits(
-                    scores, logits[at + 1], _column(chosen, "alpha", logits), _column(chosen, "beta", logits)
-                )
-            token_N = scores.argmax(dim=-1)
-            logprob_N = scores.gather(1, token_N[:, None]).squeeze(1) - torch.logsumexp(scores, dim=-1)
-        tokens[which] = token_N.cpu().numpy()
-        logprobs[which] = logprob_N.cpu().numpy()
-    return tokens.tolist(), logprobs.tolist()
-
-
-def _sample(
-    requests: Sequence[SamplingRequest], positions: Sequence[int], logits_NV: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    top_k = torch.tensor([r.top_k for r in requests], device=logits_NV.device)
-    adjusted = adjusted_logits(
-        logits_NV, _column(requests, "temperature", logits_NV), top_k, _column(requests, "top_p", logits_NV)
-    )
-    u = uniforms(np.array([r.seed for r in requests]), np.array(positions))
-    return draw(adjusted, torch.as_tensor(u, device=logits_NV.device))
-
-
-def _column(requests: Sequence[SamplingRequest], name: str, like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor([getattr(r, name) for r in requests], dtype=torch.float32, device=like.device)

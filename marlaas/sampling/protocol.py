@@ -24,7 +24,8 @@ class SamplingRequest:
     """One completion to generate. It is served by one adapter version from its first token to its last.
 
     owner: the tenant, for fair sharing. adapter: the name of a resident adapter version, None for the base.
-    top_k 0 is no limit. alpha and beta are CoLD's. seed: of this request alone.
+    top_k 0 is no limit. alpha and beta are CoLD's. seed: of this request alone. session: names the conversation that
+    the request is a turn of; its keys and values are kept for the next turn.
     """
 
     owner: str
@@ -40,6 +41,7 @@ class SamplingRequest:
     seed: int = 0
     alpha: float = 0.1
     beta: float = 0.5
+    session: str | None = None
 
     def check(self, vocabulary: int, longest: int) -> None:
         """Raises RequestError for a request that cannot be served; `longest` is in tokens."""
@@ -71,7 +73,8 @@ class Sample:
 
     tokens: the sampled ids, the stop token included. logprobs: natural logarithms, of the distribution each token
     was drawn from. text: decoded, without stop tokens and cut before a stop string. seconds: from the request's
-    first forward pass to its last token.
+    first forward pass to its last token. device_seconds: its share of the passes that it was in. reused_tokens: of
+    the prompt, whose keys and values were kept from the conversation's earlier turns.
     """
 
     tokens: list[int]
@@ -80,3 +83,5 @@ class Sample:
     text: str
     adapter: str | None
     seconds: float = field(compare=False)
+    device_seconds: float = field(default=0.0, compare=False)
+    reused_tokens: int = field(default=0, compare=False)

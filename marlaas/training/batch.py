@@ -15,7 +15,8 @@ from marlaas.errors import BatchError
 class TrainingSample:
     """One sampled conversation. The three sequences are equally long; logprobs are 0 where the mask is false.
 
-    mask is true exactly on tokens the policy sampled. temperature, top_p and top_k are the sampler's.
+    mask is true exactly on tokens the policy sampled. temperature, top_p and top_k are the sampler's. conversation:
+    equal for samples that are turns of one conversation, each with the conversation's reward; None: it is whole.
     """
 
     group: str
@@ -26,6 +27,7 @@ class TrainingSample:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    conversation: str | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,11 @@ class TrainingBatch:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """An update that was applied: the adapter version it made, and the step's metrics (see `metrics.py`)."""
+    """An update that was applied: the adapter version it made, and the step's metrics (see `metrics.py`).
+
+    device_seconds: the job's share of the passes that the update was in.
+    """
 
     version: int
     metrics: dict[str, float]
+    device_seconds: float = 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from marlaas.training.advantages import GroupAdvantages
@@ -14,13 +13,19 @@ from marlaas.training.losses.base import kl_to_reference
 
 @dataclass
 class TokenSums:
-    """Sums over sampled tokens; `reference_tokens` counts those whose base log-prob was computed."""
+    """Sums over sampled tokens; `reference_tokens` counts those whose base log-prob was computed.
 
+    cap: above which importance weights (trainer's probability over the sampler's) are truncated.
+    """
+
+    cap: float
     tokens: int = 0
     loss: float = 0.0
     entropy: float = 0.0
     clipped: float = 0.0
     gap: float = 0.0
+    importance: float = 0.0
+    truncated: float = 0.0
     kl: float = 0.0
     reference_tokens: int = 0
 
@@ -39,6 +44,9 @@ class TokenSums:
         self.entropy += float(entropy.sum())
         self.clipped += float(clipped.sum())
         self.gap += float((logprobs - behaviour).abs().sum())
+        weights = torch.exp((logprobs - behaviour).clamp(max=20.0))
+        self.importance += float(weights.clamp(max=self.cap).sum())
+        self.truncated += float((weights > self.cap).sum())
         if reference is not None:
             self.kl += float(kl_to_reference(logprobs[: len(reference)], reference).sum())
             self.reference_tokens += len(reference)
@@ -48,10 +56,11 @@ def step_metrics(batch: TrainingBatch, groups: GroupAdvantages, sums: TokenSums)
     """Named metrics of one step.
 
     Those of tokens (loss to kl_to_base) are over the groups that train: without a KL term, those with a signal.
-    logprob_gap: mean |trainer - sampler| log-prob; at staleness 0 it is numerics alone. kl_to_base: k3 estimate, on
-    all sampled tokens if the loss has a KL term, else on the step's first packed row.
+    logprob_gap: mean |trainer - sampler| log-prob; at staleness 0 it is numerics alone. importance_weight: mean of
+    the ratio of their probabilities, truncated at the spec's cap; truncated_share: of tokens above it. kl_to_base: k3
+    estimate, on all sampled tokens if the loss has a KL term, else on the step's first packed row.
     """
-    rewards = np.array([s.reward for s in batch.samples])
+    rewards = groups.rewards
     n, sampled = sums.tokens, sum(int(s.mask.sum()) for s in batch.samples)
     return {
         "reward_mean": float(rewards.mean()),
@@ -61,8 +70,10 @@ def step_metrics(batch: TrainingBatch, groups: GroupAdvantages, sums: TokenSums)
         "entropy": sums.entropy / n,
         "clip_share": sums.clipped / n,
         "logprob_gap": sums.gap / n,
+        "importance_weight": sums.importance / n,
+        "truncated_share": sums.truncated / n,
         "kl_to_base": sums.kl / max(1, sums.reference_tokens),
         "staleness": float(batch.staleness),
         "sampled_tokens": float(sampled),
-        "completion_tokens_mean": sampled / len(batch.samples),
+        "completion_tokens_mean": sampled / len(rewards),
     }

@@ -50,25 +50,6 @@ class MicroBatch:
     target_spans: Sequence[tuple[int, int]]
 
 
-def split_by_budget(parts: Sequence[JobRows], budget: int) -> list[list[JobRows]]:
-    """Fills micro-batches of at most `budget` padded tokens, jobs in order, each job's rows from short to long."""
-    batches: list[list[JobRows]] = [[]]
-    used = 0
-    for part in parts:
-        chosen: list[Row] = []
-        for row in sorted(part.rows, key=len):
-            if (len(chosen) + 1) * len(row) > budget - used and (chosen or used):
-                if chosen:
-                    batches[-1].append(JobRows(part.job, chosen, part.samples))
-                batches.append([])
-                chosen, used = [], 0
-            chosen.append(row)
-        last = JobRows(part.job, chosen, part.samples)
-        batches[-1].append(last)
-        used += last.padded_tokens
-    return batches
-
-
 def build(parts: Sequence[JobRows], dtype: torch.dtype, device: torch.device) -> MicroBatch:
     """Pads each job's rows to that job's longest and lays all out in one batch."""
     tokens, positions, predicts, targets, sample_of, blocks = [], [], [], [], [], []

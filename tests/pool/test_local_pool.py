@@ -38,7 +38,7 @@ async def test_updates_of_many_jobs_make_new_versions_and_old_ones_stay_while_he
         assert await pool.open_job(f"{name}/j", spec(name)) == 0
     async with pool.lease("a/j") as before:
         said = await pool.generate(ask(pool, "a", before.name))
-        batches = [random_batch(pool._base, f"{name}/j", i) for i, name in enumerate("abc")]
+        batches = [random_batch(pool._engine.base, f"{name}/j", i) for i, name in enumerate("abc")]
         results = await asyncio.gather(*(pool.update(b) for b in batches))
         assert [r.version for r in results] == [1, 1, 1]
         assert (await pool.generate(ask(pool, "a", before.name))).tokens == said.tokens
@@ -52,47 +52,92 @@ async def test_updates_of_many_jobs_make_new_versions_and_old_ones_stay_while_he
 async def test_a_bad_batch_fails_its_own_tenant_only(pool):
     await pool.open_job("a/j", spec("a"))
     await pool.open_job("b/j", spec("b"))
-    good, bad = random_batch(pool._base, "a/j", 0), random_batch(pool._base, "b/j", 1)
+    good, bad = random_batch(pool._engine.base, "a/j", 0), random_batch(pool._engine.base, "b/j", 1)
     bad = dataclasses.replace(bad, samples=[dataclasses.replace(bad.samples[0], reward=float("nan"))])
     outcome = await asyncio.gather(pool.update(good), pool.update(bad), return_exceptions=True)
     assert outcome[0].version == 1
     assert isinstance(outcome[1], BatchError)
-    assert (await pool.update(random_batch(pool._base, "b/j", 2))).version == 1
+    assert (await pool.update(random_batch(pool._engine.base, "b/j", 2))).version == 1
 
 
 async def test_an_exported_adapter_can_be_held_for_sampling_and_says_the_same(pool):
     await pool.open_job("a/j", spec("a"))
-    await pool.update(random_batch(pool._base, "a/j", 0))
+    await pool.update(random_batch(pool._engine.base, "a/j", 0))
     files = await pool.export("a/j")
     async with pool.lease("a/j") as held:
         trained = await pool.generate(ask(pool, "a", held.name))
     await pool.close_job("a/j")
     async with pool.lease_files("a/j/v1", files) as loaded:
         assert (await pool.generate(ask(pool, "a", loaded.name))).tokens == trained.tokens
-    _, vector = import_peft(files, pool._base.transformer)
+    _, vector = import_peft(files, pool._engine.base.transformer)
     assert torch.isfinite(vector).all()
 
 
 async def test_a_job_restored_from_its_state_continues_bit_for_bit(pool):
     await pool.open_job("a/j", spec("a"))
-    await pool.update(random_batch(pool._base, "a/j", 0))
+    await pool.update(random_batch(pool._engine.base, "a/j", 0))
     state = await pool.state("a/j")
-    await pool.update(random_batch(pool._base, "a/j", 1))
+    await pool.update(random_batch(pool._engine.base, "a/j", 1))
     whole = await pool.state("a/j")
     await pool.close_job("a/j")
     assert await pool.open_job("a/j", spec("a"), state) == 1
-    await pool.update(random_batch(pool._base, "a/j", 1))
+    await pool.update(random_batch(pool._engine.base, "a/j", 1))
     resumed = await pool.state("a/j")
     assert resumed.version == whole.version == 2
     for name, tensor in whole.weights.items():
         assert torch.equal(resumed.weights[name], tensor)
 
 
-async def test_closing_a_job_frees_its_slots_and_drops_its_requests(pool):
-    for name in "abcd":
+async def test_more_jobs_than_slots_take_turns_on_the_device_and_keep_their_state(pool, model_cache):
+    names = [f"{name}/j" for name in "abcdefg"]  # seven jobs for four slots
+    for job in names:
+        await pool.open_job(job, spec(job[0]))
+    for seed in range(3):
+        results = await asyncio.gather(*(pool.update(random_batch(pool._engine.base, j, seed)) for j in names))
+        assert [r.version for r in results] == [seed + 1] * 7
+    assert (await pool.stats()).devices[0].paged_adapters >= 3
+    alone = LocalPool(ModelSpec(source="tiny-random", dtype="float32", device="cpu", cache=model_cache), POOL)
+    await alone.open_job("a/j", spec("a"))
+    for seed in range(3):
+        await alone.update(random_batch(alone._engine.base, "a/j", seed))
+    expected, found = await alone.state("a/j"), await pool.state("a/j")
+    for name, tensor in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], tensor, atol=1e-5, rtol=0)
+    await alone.close()
+
+
+async def test_all_versions_in_use_can_be_sampled_from_though_they_do_not_fit_at_once(pool):
+    names = [f"{name}/j" for name in "abcdefghijklmn"]  # fourteen adapters for twelve slots
+    for job in names:
+        await pool.open_job(job, spec(job[0]))
+    asks = [ask(pool, job[0], f"{job}/v0", max_tokens=20) for job in names for _ in range(2)]
+    samples = await asyncio.gather(*(pool.generate(a) for a in asks))
+    assert len({tuple(s.tokens) for s in samples}) >= 1
+    assert all(len(s.tokens) >= 1 for s in samples)
+
+
+async def test_a_job_beyond_the_limit_waits_with_the_reason_and_comes_in_when_one_goes(model_cache):
+    limited = POOL.model_copy(update={"max_jobs": 2})
+    pool = LocalPool(ModelSpec(source="tiny-random", dtype="float32", device="cpu", cache=model_cache), limited)
+    for name in "ab":
         await pool.open_job(f"{name}/j", spec(name))
-    with pytest.raises(AdapterError, match="all 4 adapter slots are taken"):
-        await pool.open_job("e/j", spec("e"))
+    reasons = []
+    ordinary = asyncio.create_task(pool.open_job("c/j", spec("c"), None, reasons.append))
+    await asyncio.sleep(0.05)
+    urgent = asyncio.create_task(pool.open_job("d/j", spec("d", quota={"priority": 5})))
+    await asyncio.sleep(0.6)
+    assert not ordinary.done()
+    assert reasons[0] == "waits to be admitted: 2 jobs are open, pool.max_jobs is 2, and 0 wait before it"
+    await pool.close_job("a/j")
+    assert await urgent == 0
+    assert not ordinary.done()
+    await pool.close_job("b/j")
+    assert await ordinary == 0
+    await pool.close()
+
+
+async def test_closing_a_job_drops_its_requests(pool):
+    await pool.open_job("a/j", spec("a"))
     with pytest.raises(AdapterError, match="is open already"):
         await pool.open_job("a/j", spec("a"))
     waiting = asyncio.create_task(pool.generate(ask(pool, "a", "a/j/v0", max_tokens=50)))
@@ -100,7 +145,7 @@ async def test_closing_a_job_frees_its_slots_and_drops_its_requests(pool):
     await pool.close_job("a/j")
     outcome = (await asyncio.gather(waiting, return_exceptions=True))[0]
     assert isinstance(outcome, RequestError)
-    assert await pool.open_job("e/j", spec("e")) == 0
+    assert await pool.open_job("a/j", spec("a")) == 0
 
 
 async def test_a_cancelled_request_leaves_the_batch(pool):
@@ -111,20 +156,20 @@ async def test_a_cancelled_request_leaves_the_batch(pool):
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await pool.generate(ask(pool, "a", None, max_tokens=1))
-    assert pool._sampler.running == 0
-    assert pool._sampler.users("a/j/v0") == 0
+    assert pool._engine.sampler.running == 0
+    assert pool._engine.sampler.users("a/j/v0") == 0
 
 
 async def test_a_cancelled_update_does_not_end_the_device_thread(pool):
     await pool.open_job("a/j", spec("a"))
     for seed in range(5):
-        task = asyncio.create_task(pool.update(random_batch(pool._base, "a/j", seed)))
+        task = asyncio.create_task(pool.update(random_batch(pool._engine.base, "a/j", seed)))
         await asyncio.sleep(0.001 * seed)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-    result = await pool.update(random_batch(pool._base, "a/j", 9))
+    result = await pool.update(random_batch(pool._engine.base, "a/j", 9))
     assert result.version >= 1
-    assert pool._thread.is_alive()
+    assert pool._engine._thread.is_alive()
 
 
 async def test_waiting_work_learns_that_the_pool_was_closed(model_cache):

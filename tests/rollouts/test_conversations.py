@@ -3,7 +3,7 @@
 import pytest
 from engine import tenant
 
-from marlaas.conversations import continuation_tokens, prompt_tokens
+from marlaas.conversations import prompt_tokens
 from marlaas.environments import Example, Outcome
 from marlaas.errors import EnvironmentFailure
 from marlaas.pool import LocalPool
@@ -17,6 +17,8 @@ EXAMPLES = [Example("one", "first?", "1", {}), Example("two", "second question?"
 
 class Echo:
     """Asks `turns` times; the reward is the length of the last reply. Fails on the members it is told to."""
+
+    tools = ()
 
     def __init__(self, turns=1, failing=()):
         self.turns, self.failing, self.steps = turns, set(failing), 0
@@ -91,18 +93,6 @@ async def test_what_an_environment_fails_on_is_left_out_and_counted(pool):
     assert all(groups.count(g) >= 2 for g in groups), "a group of one has no baseline"
     with pytest.raises(EnvironmentFailure, match="no rollout of step 4 was finished; most often: echo: step took"):
         await roll_out(pool, Echo(failing=range(1, 100)))
-
-
-def test_a_template_that_rewrites_earlier_turns_is_refused(tiny):
-    class Forgetful:
-        eos_token = "<|im_end|>"
-
-        def apply_chat_template(self, messages, **options):
-            return messages[-1]["content"]
-
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    with pytest.raises(EnvironmentFailure, match="changes earlier turns"):
-        continuation_tokens(Forgetful(), messages, [{"role": "user", "content": "c"}], False)
 
 
 def test_request_seeds_differ_by_every_part():

@@ -45,7 +45,7 @@ def test_a_bad_row_names_the_field(field, value):
 
 
 def test_rollouts_are_not_evaluations_nor_the_other_way_round():
-    rollout = Rollout("s", "g", "p", 1, [1, 2], [False, True], [0, -1], 0, 1, 1, 0, 1, {}, "stop", 0, "x")
+    rollout = Rollout("s", "g", "p", "c", 1, [1, 2], [False, True], [0, -1], 0, 1, 1, 0, 1, {}, "stop", 0, "x")
     with pytest.raises(SchemaMismatch, match="evaluations"):
         decode_evaluation(encode_rollouts([rollout]))
     with pytest.raises(SchemaMismatch, match="rollouts"):

@@ -16,6 +16,7 @@ def make_rollout(i=0, tokens=12, seed=0):
         sample_id=f"s{i}",
         group_id=f"g{i // 4}",
         prompt_id=f"p{i // 4}",
+        conversation_id=f"c{i}",
         turn_count=1 + i % 3,
         token_ids=rng.integers(0, 49152, tokens).astype(np.int32),
         loss_mask=mask,

@@ -83,14 +83,14 @@ def test_the_gradient_is_that_of_peft_and_autograd_one_sample_at_a_time(tiny, jo
     weights = trainer[job].weights
     weights.add_(torch.randn(weights.shape, generator=torch.Generator().manual_seed(5)) * 0.02)
     batch = random_batch(tiny, job, 11)
-    layout = trainer[job].resident.layout
+    layout = trainer[job].layout
     model, parameters = peft_model(tiny, spec, layout, weights)
     loss = reference_loss(model, spec, batch)
     loss.backward()
     before = weights.clone()
     trainer.update([batch])
     assert not torch.equal(before, weights)
-    for t in layout.tensors(trainer[job].gradient, tiny.transformer.sites):
+    for t in layout.tensors(trainer[job].vectors.gradient, tiny.transformer.sites):
         expected = parameters[t.layer, t.module, t.matrix].grad
         norm = torch.sqrt(sum((p.grad**2).sum() for p in parameters.values()))
         scale = min(1.0, float(spec.optimizer.max_grad_norm / norm))
@@ -149,7 +149,7 @@ def test_weights_that_overflow_poison_only_their_own_job(tiny):
     alone.update([random_batch(tiny, "a/x", 0)])
     assert "not finite" in str(results["b/x"])
     assert torch.equal(mixed["b/x"].weights, before)
-    assert mixed["b/x"].adam.step == 0
+    assert mixed["b/x"].optimizer_step == 0
     torch.testing.assert_close(mixed["a/x"].weights, alone["a/x"].weights, atol=1e-6, rtol=0)
 
 
