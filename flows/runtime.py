@@ -12,18 +12,44 @@ from dataclasses import dataclass, field
 
 from prefect.events.worker import EventsWorker
 
-from marlaas.errors import MarlaasError
+from marlaas.errors import MarlaasError, PoolClosed
+from marlaas.metrics import PoolCollector, serve
 from marlaas.models import Progress
 from marlaas.pool import LocalPool, Pool
+from marlaas.pool.stats import PoolStats
 from marlaas.progress import Board
 from marlaas.specs import ModelSpec, PoolSpec
 from marlaas.tracking import Tracker
 
+_STATS_SECONDS = 5
+
 
 @dataclass
 class _Shared:
-    opening: Future[Pool]
-    users: int = 0
+    """A pool, None until it is open, and its users' event loops. `served` closes what serves its metrics."""
+
+    opening: Future[Pool] = field(init=False)
+    pool: Pool | None = None
+    users: list[asyncio.AbstractEventLoop] = field(default_factory=list)
+    served: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def open(self, model: ModelSpec, spec: PoolSpec, progress: Progress) -> Pool:
+        """Opens the pool. The metrics' port comes first: one that is taken is known before the model is loaded."""
+        if spec.metrics_port is not None:
+            self.served.enter_context(serve(PoolCollector(self.stats), spec.metrics_port))
+        self.pool = LocalPool(model, spec, progress)
+        return self.pool
+
+    def stats(self) -> PoolStats:
+        """What the pool says of itself, for a thread outside of any event loop. Raises PoolClosed, TimeoutError."""
+        loop = next(iter(self.users), None)
+        if self.pool is None or loop is None:
+            raise PoolClosed("the pool is opening or closing")
+        asked = asyncio.run_coroutine_threadsafe(self.pool.stats(), loop)
+        try:
+            return asked.result(_STATS_SECONDS)
+        finally:
+            asked.cancel()
 
 
 @dataclass
@@ -38,22 +64,31 @@ class Runtime:
 
     @contextlib.asynccontextmanager
     async def pool(self, model: ModelSpec, spec: PoolSpec) -> AsyncIterator[Pool]:
-        """The process's pool for this base model; made for its first user, closed after its last."""
-        key = model.model_dump_json() + spec.model_dump_json()
+        """The process's pool for this base model; made for its first user, closed after its last.
+
+        The first user's `metrics_port` counts; the pool is the same whatever it is. Raises MarlaasError if it is taken.
+        """
+        key = model.model_dump_json() + spec.model_dump_json(exclude={"metrics_port"})
+        loop = asyncio.get_running_loop()
         with self._lock:
             if key not in self._pools:
-                self._pools[key] = _Shared(self._opener.submit(LocalPool, model, spec, self.progress))
+                opened = self._pools[key] = _Shared()
+                opened.opening = self._opener.submit(opened.open, model, spec, self.progress)
             shared = self._pools[key]
-            shared.users += 1
+            shared.users.append(loop)
         try:
             yield await asyncio.shield(asyncio.wrap_future(shared.opening))
         finally:
             with self._lock:
-                shared.users -= 1
-                if last := shared.users == 0:
+                shared.users.remove(loop)
+                if last := not shared.users:
                     del self._pools[key]
-            if last and await asyncio.to_thread(shared.opening.exception) is None:
-                await shared.opening.result().close()
+                    # By the opener, which then opens no later pool that wants the port before it is free.
+                    unserved = self._opener.submit(shared.served.close)
+            if last:
+                await asyncio.wrap_future(unserved)
+                if shared.pool is not None:
+                    await shared.pool.close()
 
 
 RUNTIME = Runtime()

@@ -185,6 +185,46 @@ def report(
 
 
 @app.command()
+def timeline(
+    run: Annotated[str, typer.Argument(help="Name of the jobs, whose tenants are the rows.", metavar="RUN")],
+    store: Store = ".marlaas/store",
+    devices: Annotated[int, typer.Option(min=1, help="Accelerators of the pool that it ran on.")] = 1,
+    output: Annotated[
+        Path | None, typer.Option(help="The picture: .html, .png or .svg. Default: timeline-RUN.html.")
+    ] = None,
+    figures: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+) -> None:
+    """Show what a run's tenants did and when, and how busy the accelerators were."""
+    from marlaas.timeline import read_run, utilisation
+    from marlaas.timeline.figures import picture
+    from marlaas.timeline.render import fact_table, render_html, tenant_table
+
+    if output is not None and output.suffix not in (".html", ".png", ".svg"):
+        raise typer.BadParameter(f"{output} must end in .html, .png or .svg", param_hint="--output")
+    for file, option in ((output, "--output"), (figures, "--json")):
+        if file is not None and not file.parent.is_dir():
+            raise typer.BadParameter(f"{file.parent} is not a folder", param_hint=option)
+    found = read_run(StoreSpec(url=store).open(), run)
+    use, path = utilisation(found, devices), output or Path(f"timeline-{run}.html")
+    if path.suffix == ".html":
+        path.write_text(render_html(found, devices), encoding="utf-8")
+    else:
+        path.write_bytes(picture(found, devices, "png" if path.suffix == ".png" else "svg"))
+    if figures is not None:
+        figures.write_text(use.model_dump_json(indent=2), encoding="utf-8")
+    rows = tenant_table(use)
+    table = Table(title=f"Tenants of {run}")
+    for name in rows[0]:
+        table.add_column(name, justify="left" if name == "tenant" else "right")
+    for row in rows:
+        table.add_row(*row.values())
+    console.print(table)
+    for name, text in fact_table(use).items():
+        console.print(f"{name}: {text}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"timeline  {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
 def models(cache: Annotated[Path, typer.Option(help="Folder of converted models.")] = Path("~/.cache/marlaas")) -> None:
     """List the base-model aliases and whether each is ready."""
     from marlaas.models import PACKAGED, TINY_RANDOM, packaged_file

@@ -6,9 +6,10 @@ A `FleetSpec` from `load_fleet` is one that can be started.
 from __future__ import annotations
 
 import re
+import types
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -18,12 +19,11 @@ from marlaas.specs import (
     VERSIONS_A_JOB,
     CustomSpec,
     DatasetSpec,
-    EnvironmentBase,
-    EnvironmentSpec,
     FleetSpec,
-    ReasoningGymSpec,
+    FunctionToolSpec,
+    LookupToolSpec,
     StoreSpec,
-    TenantSpec,
+    ToolsSpec,
 )
 
 _SECRETS = ("services.database", "store.options")  # their values are never shown
@@ -33,12 +33,6 @@ _WORDING = (
     (r"^(Input|String|List|Tuple) should ", "must "),
     (r" after validation, not ", ", not "),
 )
-
-_KINDS: dict[str, type[EnvironmentBase]] = {
-    "reasoning_gym": ReasoningGymSpec,
-    "dataset": DatasetSpec,
-    "custom": CustomSpec,
-}
 
 
 def load_fleet(path: Path) -> FleetSpec:
@@ -57,19 +51,24 @@ def _anchored(fleet: FleetSpec, folder: Path) -> FleetSpec:
     Data and code lie beside the fleet file; the store and the services' state where the command is run.
     """
 
-    def anchor(environment: EnvironmentSpec) -> EnvironmentSpec:
-        if isinstance(environment, DatasetSpec) and "://" not in environment.path:
-            return environment.model_copy(update={"path": str(folder / Path(environment.path).expanduser())})
-        if isinstance(environment, CustomSpec):
-            return environment.model_copy(update={"path": folder / (environment.path or "")})
-        return environment
-
-    tenants = tuple(t.model_copy(update={"environment": anchor(t.environment)}) for t in fleet.tenants)
+    tenants = tuple(t.model_copy(update={"environment": _beside(t.environment, folder)}) for t in fleet.tenants)
     services = fleet.services.model_copy(update={"state": fleet.services.state.expanduser().absolute()})
     store = fleet.store
     if "://" not in store.url:
         store = store.model_copy(update={"url": str(Path(store.url).expanduser().absolute())})
     return fleet.model_copy(update={"tenants": tenants, "services": services, "store": store})
+
+
+def _beside(spec: Any, folder: Path) -> Any:
+    """An environment or a tool with absolute paths."""
+    if isinstance(spec, ToolsSpec):
+        tools = tuple(_beside(tool, folder) for tool in spec.tools)
+        return spec.model_copy(update={"questions": _beside(spec.questions, folder), "tools": tools})
+    if isinstance(spec, DatasetSpec | LookupToolSpec) and "://" not in spec.path:
+        return spec.model_copy(update={"path": str(folder / Path(spec.path).expanduser())})
+    if isinstance(spec, CustomSpec | FunctionToolSpec):
+        return spec.model_copy(update={"path": folder / (spec.path or "")})
+    return spec
 
 
 def parse_fleet(document: Any, source: str = "fleet") -> FleetSpec:
@@ -114,13 +113,12 @@ def _problem(error: Any) -> str:
     for said, ours in _WORDING:
         message = re.sub(said, ours, message)
     if kind == "extra_forbidden":
-        return f"{field}: unknown key; {_allowed_keys(error['loc'])}"
+        return f"{field}: unknown key; allowed are {', '.join(_owner(error['loc'][:-1]).model_fields)}"
     if kind == "missing":
         return f"{field}: is required"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
-        name = "environment.kind"
-        allowed = f"must be one of {', '.join(_KINDS)}"
-        at = field.removesuffix("environment") + name
+        allowed = f"must be one of {', '.join(_members(_owner(error['loc'])))}"
+        at = f"{field}.kind"
         return f"{at}: {_shown(given['kind'])} is not allowed: {allowed}" if "kind" in given else f"{at}: {allowed}"
     if kind == "value_error" and isinstance(given, dict):
         return f"{field}.{message}".removeprefix("fleet.")
@@ -130,26 +128,43 @@ def _problem(error: Any) -> str:
 
 
 def _field_path(loc: tuple[int | str, ...]) -> str:
-    # pydantic puts the kind of an environment between the field and what is in it.
-    parts = [part for before, part in zip((None, *loc), loc, strict=False) if before != "environment"]
+    # pydantic puts the kind of a spec with kinds between the field and what is in it.
+    parts = [part for at, part in enumerate(loc) if part not in _members(_owner(loc[:at]))]
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     return text.removeprefix(".") or "fleet"
 
 
-def _allowed_keys(loc: tuple[int | str, ...]) -> str:
+def _owner(loc: tuple[int | str, ...]) -> Any:
+    """The annotation of what lies at a pydantic location; None where the specs end."""
     owner: Any = FleetSpec
-    for part in loc[:-1]:
+    for part in loc:
+        owner = _plain(owner)
         if isinstance(part, int):
-            continue
-        if part == "tenants":
-            owner = TenantSpec
-        elif part in _KINDS and owner is EnvironmentBase:
-            owner = _KINDS[part]
-        elif part == "environment":
-            owner = EnvironmentBase
+            owner = next(iter(get_args(owner)), None)
+        elif part in _members(owner):
+            owner = _members(owner)[part]
         else:
-            owner = owner.model_fields[part].annotation
-    return f"allowed are {', '.join(owner.model_fields)}"
+            fields = getattr(owner, "model_fields", {})
+            owner = fields[part].annotation if part in fields else None
+    return _plain(owner)
+
+
+def _plain(annotation: Any) -> Any:
+    """An annotation without Annotated and without `| None`."""
+    if get_origin(annotation) is Annotated:
+        return _plain(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        some = [each for each in get_args(annotation) if each is not type(None)]
+        return _plain(some[0]) if len(some) == 1 else annotation
+    return annotation
+
+
+def _members(annotation: Any) -> dict[Any, Any]:
+    """The specs that a union tells apart by `kind`, by their kinds; none for any other annotation."""
+    if get_origin(annotation) not in (Union, types.UnionType):
+        return {}
+    specs = [each for each in get_args(annotation) if "kind" in getattr(each, "model_fields", {})]
+    return {kind: each for each in specs for kind in get_args(each.model_fields["kind"].annotation)}
 
 
 def _shown(value: Any) -> str:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 DNS_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _SECRET_OPTION = re.compile(r"(key|secret|token|password|key_id)$", re.IGNORECASE)
 VERSIONS_A_JOB = 3  # resident for sampling, on average: being sampled from, newest, and being made
+TOOL_NAME = r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -119,12 +120,19 @@ class PoolSpec(Spec):
     """The shared pool: what fits on it at once."""
 
     max_rank: int = Field(32, ge=1, le=256)
-    max_adapters: int = Field(32, ge=1, le=1024, description="jobs that train at the same time")
+    max_adapters: int = Field(32, ge=1, le=1024, description="jobs on the device at once; others wait on the host")
+    max_jobs: int = Field(1024, ge=1, description="open jobs; more wait to be admitted")
     max_sequences: int = Field(256, ge=1, le=4096, description="sequences in the running batch")
     max_sequence_tokens: int = Field(256, ge=16, le=131072, description="prompt and completion together")
+    kept_tokens: int = Field(
+        32768, ge=0, description="of conversations that wait for a tool, whose keys and values are kept"
+    )
     train_tokens: int = Field(8192, ge=128, description="tokens of one training micro-batch, padding included")
     coalesce_seconds: float = Field(0.05, ge=0, le=10, description="how long an update waits for company")
     threads: int | None = Field(None, ge=1, description="CPU threads of the device; default: all cores")
+    metrics_port: int | None = Field(
+        None, ge=1, le=65535, description="serve Prometheus metrics on this port of 127.0.0.1"
+    )
 
 
 class PromptSpec(Spec):
@@ -201,7 +209,87 @@ class CustomSpec(EnvironmentBase):
     memory_mb: int = Field(2048, ge=64)
 
 
-EnvironmentSpec = Annotated[ReasoningGymSpec | DatasetSpec | CustomSpec, Field(discriminator="kind")]
+class CalculatorToolSpec(Spec):
+    """A calculator: arithmetic and a few functions, nothing that can hang."""
+
+    kind: Literal["calculator"]
+
+    @property
+    def name(self) -> str:
+        """What the model calls it."""
+        return "calculator"
+
+
+class LookupToolSpec(Spec):
+    """A table of a JSONL or Parquet file, looked up by a key, whatever its case and spacing."""
+
+    kind: Literal["lookup"]
+    path: str
+    key_column: str = "key"
+    value_column: str = "value"
+    name: str = Field("lookup", pattern=TOOL_NAME, description="what the model calls it")
+    description: str = Field("Looks up the value of a key.", min_length=1, description="what the model is told")
+
+
+class FunctionToolSpec(Spec):
+    """A user's Python function, run in a process of its own with limits. Its name, annotations and docstring are what
+    the model is told."""
+
+    kind: Literal["function"]
+    entry: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="module:function")
+    path: Path | None = Field(None, description="folder to import from; default: the fleet file's")
+
+    @property
+    def name(self) -> str:
+        """What the model calls it."""
+        return self.entry.partition(":")[2]
+
+
+ToolSpec = Annotated[CalculatorToolSpec | LookupToolSpec | FunctionToolSpec, Field(discriminator="kind")]
+
+
+class LatencySpec(Spec):
+    """An extra wait of each tool call: log-normal within bounds, drawn by a hash, so the same call waits as long."""
+
+    median_seconds: float = Field(1.0, gt=0, le=3600)
+    sigma: float = Field(0.6, ge=0, le=5, description="standard deviation of the logarithm")
+    min_seconds: float = Field(0.5, ge=0, le=3600)
+    max_seconds: float = Field(3.0, ge=0, le=3600)
+    seed: Seed = 0
+
+    @model_validator(mode="after")
+    def _bounds_are_ordered(self) -> LatencySpec:
+        if not self.min_seconds <= self.median_seconds <= self.max_seconds:
+            bounds = f"min_seconds {self.min_seconds:g} and max_seconds {self.max_seconds:g}"
+            raise ValueError(f"median_seconds: {self.median_seconds:g} must lie between {bounds}")
+        return self
+
+
+class ToolsSpec(Spec):
+    """Questions that the model answers with the help of tools, in several turns. The prompt, the scoring and their
+    limits are those of `questions`."""
+
+    kind: Literal["tools"]
+    questions: Annotated[ReasoningGymSpec | DatasetSpec, Field(discriminator="kind")]
+    tools: tuple[ToolSpec, ...] = Field(min_length=1, max_length=64)
+    max_turns: int = Field(4, ge=1, le=64, description="replies of the model; the last is scored whatever it says")
+    format: Literal["auto", "hermes", "llama", "mistral"] = Field(
+        "auto", description="how calls are written; auto: as the chat template does, and any of them is understood"
+    )
+    latency: LatencySpec | None = Field(None, description="an extra wait of each call; default: none")
+    timeout_seconds: float = Field(10, gt=0, le=3600, description="limit of one tool call, without the extra wait")
+    concurrency: int = Field(256, ge=1, le=4096, description="replies being answered at once")
+    memory_mb: int = Field(2048, ge=64, description="of the process of each function")
+
+    @model_validator(mode="after")
+    def _names_are_distinct(self) -> ToolsSpec:
+        names = [tool.name for tool in self.tools]
+        if len(set(names)) != len(names):
+            raise ValueError(f"tools: the names {', '.join(names)} must be distinct")
+        return self
+
+
+EnvironmentSpec = Annotated[ReasoningGymSpec | DatasetSpec | CustomSpec | ToolsSpec, Field(discriminator="kind")]
 
 
 class LoraSpec(Spec):
@@ -224,6 +312,7 @@ class AlgorithmSpec(Spec):
     name: Annotated[str, AfterValidator(_algorithm)] = "grpo"
     clip_low: float = Field(0.2, gt=0, le=1)
     clip_high: float = Field(0.28, gt=0, le=10)
+    importance_cap: float = Field(2.0, ge=1, le=100, description="where importance weights are truncated")
     normalize_std: bool = False
     kl_coefficient: float = Field(0.0, ge=0, le=10)
 
@@ -252,10 +341,12 @@ class OptimizerSpec(Spec):
 
 
 class QuotaSpec(Spec):
-    """A tenant's share of the pool."""
+    """A tenant's share of the pool. Higher priority goes first; equals share by weight."""
 
     weight: float = Field(1.0, gt=0, le=1000)
+    priority: int = Field(0, ge=-10, le=10)
     max_sequences: int | None = Field(None, ge=1, description="of this tenant in the running batch")
+    max_adapters: int | None = Field(None, ge=1, description="versions of this tenant in slots at once")
 
 
 class EvaluationSpec(Spec):

@@ -1,4 +1,4 @@
-"""Environments: reasoning-gym tasks, files of questions, and users' classes, behind one protocol.
+"""Environments: reasoning-gym tasks, files of questions, either with tools, and users' classes, behind one protocol.
 
 Importing this package is cheap: what an environment needs is imported when one is opened.
 """
@@ -40,6 +40,10 @@ def open_environment(spec: EnvironmentSpec, folder: Path = Path()) -> Environmen
         from marlaas.environments.dataset import DatasetEnvironment
 
         environment = DatasetEnvironment(spec, folder)
+    elif spec.kind == "tools":
+        from marlaas.environments.tools.environment import ToolsEnvironment
+
+        environment = ToolsEnvironment(spec, open_environment(spec.questions, folder), folder)
     else:
         from marlaas.environments.custom import CustomEnvironment
 
@@ -57,6 +61,11 @@ def check_environment(spec: EnvironmentSpec, folder: Path = Path()) -> str | Non
         from marlaas.environments.dataset import check_dataset
 
         return check_dataset(spec, folder)
+    if spec.kind == "tools":
+        from marlaas.environments.tools.environment import check_tools
+
+        problem = check_environment(spec.questions, folder)
+        return f"questions.{problem}" if problem else check_tools(spec, folder)
     from marlaas.environments.custom import check_custom
 
     return check_custom(spec, folder)

@@ -30,13 +30,12 @@ restarted, so they must keep no state between calls. Prints do no harm.
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from marlaas.environments.answers import Extractor
-from marlaas.environments.hosting import START_SECONDS, Host, Served, command, variables
+from marlaas.environments.hosting import Host, Served, start_problem
 from marlaas.environments.limits import environment_name
 from marlaas.environments.prompts import prompt_messages
 from marlaas.environments.protocol import Example, Message, Outcome
@@ -51,6 +50,8 @@ _KEYS = {"reward", "done", "messages", "parts", "extracted"}
 
 class CustomEnvironment:
     """The near side of a user's class."""
+
+    tools: Sequence[dict[str, Any]] = ()
 
     def __init__(self, spec: CustomSpec, folder: Path) -> None:
         self._spec = spec
@@ -121,14 +122,4 @@ def check_custom(spec: CustomSpec, folder: Path) -> str | None:
         json.dumps(spec.arguments)
     except TypeError as error:
         return f"arguments: {error}"
-    try:
-        done = subprocess.run(
-            command(), input=served.opening(), capture_output=True, env=variables(), timeout=START_SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return f"entry: {spec.entry!r} does not import within {START_SECONDS:g} seconds"
-    if not done.stdout:
-        errors = done.stderr.decode(errors="replace").strip().splitlines()
-        return f"entry: {spec.entry!r} does not import: its process ended with status {done.returncode}: {errors[-1:]}"
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer.get("error")
+    return start_problem(served, spec.entry)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from marlaas.environments.answers import Extractor
 from marlaas.environments.files import Rows, file_problem, file_url, read_rows
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 class DatasetEnvironment:
     """Single-turn questions of a file. A row is held out when the hash of its question says so, whatever the seed."""
+
+    tools: Sequence[dict[str, Any]] = ()
 
     def __init__(self, spec: DatasetSpec, folder: Path) -> None:
         self._spec, self._folder = spec, folder

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import deque
@@ -48,6 +49,21 @@ def variables() -> dict[str, str]:
     package = str(Path(__file__).parents[2])
     path = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH")) if p)
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def start_problem(served: Served, entry: str) -> str | None:
+    """Why a process would not start to serve a user's entry, as `field: problem`, or None. It ends at once."""
+    try:
+        done = subprocess.run(
+            command(), input=served.opening(), capture_output=True, env=variables(), timeout=START_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"entry: {entry!r} does not import within {START_SECONDS:g} seconds"
+    if not done.stdout:
+        errors = done.stderr.decode(errors="replace").strip().splitlines()
+        return f"entry: {entry!r} does not import: its process ended with status {done.returncode}: {errors[-1:]}"
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer.get("error")
 
 
 class _Ended(Exception):

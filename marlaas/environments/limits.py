@@ -26,6 +26,11 @@ class Limited:
         self._name = environment_name(spec)
         self._slots = asyncio.Semaphore(spec.concurrency)
 
+    @property
+    def tools(self) -> Sequence[dict[str, Any]]:
+        """What the policy may call."""
+        return self._environment.tools
+
     async def reset(self, example: Example) -> list[Message]:
         """The messages the policy sees first: at least one."""
         async with self._slots:
@@ -62,6 +67,8 @@ def environment_name(spec: EnvironmentSpec) -> str:
     """How failures name an environment."""
     if spec.kind == "reasoning_gym":
         return f"environment {spec.dataset}"
+    if spec.kind == "tools":
+        return f"{environment_name(spec.questions)} with tools"
     return f"environment {spec.path if spec.kind == 'dataset' else spec.entry}"
 
 

@@ -41,6 +41,13 @@ class Environment(Protocol):
     Every method raises EnvironmentFailure, which names the environment, the call and the reason.
     """
 
+    @property
+    def tools(self) -> Sequence[dict[str, Any]]:
+        """JSON schemas of what the policy may call, `{"type": "function", "function": {...}}` each; mostly none.
+
+        Known once any of the calls below has returned; EnvironmentFailure before that.
+        """
+
     async def reset(self, example: Example) -> list[Message]:
         """The messages the policy sees first."""
 

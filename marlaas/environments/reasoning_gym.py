@@ -34,6 +34,8 @@ _making = threading.Lock()
 class GymEnvironment:
     """Single-turn questions of a reasoning-gym data set."""
 
+    tools: Sequence[dict[str, Any]] = ()
+
     def __init__(self, spec: ReasoningGymSpec) -> None:
         self._spec = spec
         self._name = environment_name(spec)

@@ -173,11 +173,11 @@ MALFORMED = {
     ),
     "unknown kind": (
         tenant(environment="{kind: gym, dataset: chain_sum}"),
-        "tenants[0].environment.kind: 'gym' is not allowed: must be one of reasoning_gym, dataset, custom",
+        "tenants[0].environment.kind: 'gym' is not allowed: must be one of reasoning_gym, dataset, custom, tools",
     ),
     "kind missing": (
         tenant(environment="{dataset: chain_sum}"),
-        "tenants[0].environment.kind: must be one of reasoning_gym, dataset, custom",
+        "tenants[0].environment.kind: must be one of reasoning_gym, dataset, custom, tools",
     ),
     "environment is a text": (
         tenant(environment="chain_sum"),

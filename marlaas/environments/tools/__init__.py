@@ -1,0 +1,1 @@
+"""Tools that the policy calls in the middle of a conversation: how calls are written, run and answered."""
