@@ -30,7 +30,8 @@ async def evaluate_adapter(
     result = None if force else await asyncio.to_thread(read_report, opened, layout, version)
     if result is None:
         record = await asyncio.to_thread(read_record, opened, layout)
-        async with RUNTIME.pool(record.model, record.pool) as pool:
+        # The port belongs to whoever trains; an evaluation may run beside it.
+        async with RUNTIME.pool(record.model, record.pool.model_copy(update={"metrics_port": None})) as pool:
             await evaluate(opened, layout, record, version, pool)
         with tracker() as tracking:
             run = await asyncio.to_thread(tracking.find, tenant, job)

@@ -15,7 +15,7 @@ from prefect.events.worker import EventsWorker
 from marlaas.errors import MarlaasError, PoolClosed
 from marlaas.metrics import PoolCollector, serve
 from marlaas.models import Progress
-from marlaas.pool import LocalPool, Pool
+from marlaas.pool import Pool, open_pool
 from marlaas.pool.stats import PoolStats
 from marlaas.progress import Board
 from marlaas.specs import ModelSpec, PoolSpec
@@ -37,7 +37,7 @@ class _Shared:
         """Opens the pool. The metrics' port comes first: one that is taken is known before the model is loaded."""
         if spec.metrics_port is not None:
             self.served.enter_context(serve(PoolCollector(self.stats), spec.metrics_port))
-        self.pool = LocalPool(model, spec, progress)
+        self.pool = open_pool(model, spec, progress)
         return self.pool
 
     def stats(self) -> PoolStats:

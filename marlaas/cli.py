@@ -32,6 +32,9 @@ State = Annotated[Path, typer.Option(help="Folder of the services' state.")]
 Store = Annotated[str, typer.Option(help="The object store: a folder or s3://bucket/prefix.")]
 FleetFile = Annotated[Path, typer.Argument(help="The fleet file, in YAML.", metavar="FLEET.yaml")]
 
+pools = typer.Typer(help="A pool on Ray, which many processes and machines share.", no_args_is_help=True)
+app.add_typer(pools, name="pool")
+
 _EXIT_BAD_INPUT = 2
 _EXIT_INTERRUPTED = 130
 _DRAIN_SECONDS = 10
@@ -62,11 +65,16 @@ def main() -> None:
 def run(
     fleet_file: FleetFile,
     job: Annotated[str | None, typer.Option(help="Name of the jobs, instead of the fleet's name.")] = None,
+    pool: Annotated[str | None, typer.Option(help="Address of a Ray pool, as `marlaas pool up` prints it.")] = None,
 ) -> None:
     """Train and evaluate a fleet: starts the services it needs, and stops them when it is done."""
     fleet = load_fleet(fleet_file)
     if job is not None:
         fleet = renamed(fleet, job)
+    if pool is not None:
+        document = fleet.model_dump(mode="json")
+        document["pool"]["address"] = pool
+        fleet = parse_fleet(document, "--pool")
     from marlaas.services import start_services
 
     with start_services(fleet.services, _say) as services:
@@ -107,6 +115,30 @@ def down(state: State = Path(".marlaas")) -> None:
 
     stopped = stop_services(ServicesSpec(state=state))
     console.print("the services are stopped" if stopped else "no services were running")
+
+
+@pools.command("up")
+def pool_up(
+    fleet_file: FleetFile,
+    rollout: Annotated[int, typer.Option(min=1, help="Actors that sample, a device each.")] = 1,
+    train: Annotated[int, typer.Option(min=1, help="Actors that train, a device each.")] = 1,
+    host: Annotated[str, typer.Option(help="Where Ray listens, if it is to be started.")] = "127.0.0.2",
+    state: State = Path(".marlaas"),
+) -> None:
+    """Start a pool with the fleet file's model and pool, on the Ray at pool.address or on one of its own."""
+    from marlaas.pool.cluster import start_pool
+
+    fleet = load_fleet(fleet_file)
+    address = start_pool(fleet.model, fleet.pool, rollout, train, state.absolute() / "pool", host, _say)
+    console.print(f"marlaas run {fleet_file} --pool {address}", highlight=False, soft_wrap=True, markup=False)
+
+
+@pools.command("down")
+def pool_down(state: State = Path(".marlaas")) -> None:
+    """Stop the Ray that `marlaas pool up` started, and all of the pool."""
+    from marlaas.pool.cluster import stop_pool
+
+    console.print("the pool is stopped" if stop_pool(state.absolute() / "pool") else "no pool was running")
 
 
 @app.command()

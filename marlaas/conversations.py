@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from marlaas.environments import Environment, Example, Message, Outcome
+from marlaas.environments.tools.parsing import Format
 from marlaas.environments.tools.prompting import tool_chat
 from marlaas.errors import EnvironmentFailure
 from marlaas.pool import Pool
@@ -15,51 +16,43 @@ from marlaas.sampling.protocol import FinishReason, Sample, SamplingRequest
 
 MAX_TURNS = 64
 
-Tools = Sequence[dict[str, Any]]
+T = TypeVar("T")
 
 
-def prompt_tokens(tokenizer: Any, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
-    """Token ids of the chat so far, up to where the assistant speaks."""
-    return _tokens(tokenizer, _text(tokenizer, messages, tools, True))
+@dataclass(frozen=True)
+class ChatFormat:
+    """How a chat becomes text: the tokenizer's template, the tools there are, and how calls are written."""
 
+    tokenizer: Any
+    tools: Sequence[dict[str, Any]] = ()
+    calls: Format | Literal["auto"] = "auto"
 
-def continuation_tokens(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    added: Sequence[Message],
-    stopped_by_token: bool,
-    tools: Tools = (),
-) -> list[int] | None:
-    """Token ids that follow the assistant's last message when `added` comes after it.
+    def text(self, messages: Sequence[Message]) -> str:
+        """The chat so far, up to where the assistant speaks."""
+        template = self.tokenizer.get_chat_template(tools=list(self.tools) or None)
+        chat, tools = tool_chat(template, messages, self.tools, self.calls)
+        return self.tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, add_generation_prompt=True)
 
-    messages: the chat, the assistant's last message included. None when the chat template renders earlier turns
-    differently once later ones are there, so that the sampled tokens would not be a prefix.
-    """
-    before = _text(tokenizer, messages, tools, False)
-    after = _text(tokenizer, [*messages, *added], tools, True)
-    said = messages[-1]["content"]
-    at = before.rfind(said)
-    if at < 0 or not after.startswith(before):
-        return None
-    closing = before[at + len(said) :]
-    if stopped_by_token:
-        closing = closing.removeprefix(tokenizer.eos_token)
-    return _tokens(tokenizer, closing + after[len(before) :])
+    def tokens(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
+    def continuation(self, seen: str, chat: str, stopped_by_token: bool) -> list[int] | None:
+        """Token ids that follow a reply when the chat has gone on.
 
-def _text(tokenizer: Any, messages: Sequence[Message], tools: Tools, generate: bool) -> str:
-    chat, passed = tool_chat(tokenizer.chat_template, list(messages), tools, "auto")
-    return tokenizer.apply_chat_template(chat, tools=passed, tokenize=False, add_generation_prompt=generate)
-
-
-def _tokens(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        seen: the text before the reply, and the reply; chat: the text of the chat now. None when the template renders
+        earlier turns differently once later ones are there, so that the sampled tokens would not be a prefix.
+        """
+        if not chat.startswith(seen):
+            return None
+        rest = chat[len(seen) :]
+        return self.tokens(rest.removeprefix(self.tokenizer.eos_token) if stopped_by_token else rest)
 
 
 @dataclass
 class Transcript:
-    """A conversation's tokens; `mask` is true exactly on those that the policy sampled."""
+    """A conversation's tokens; `mask` is true exactly on those that the policy sampled. text: of the context."""
 
+    text: str
     tokens: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -97,6 +90,15 @@ class Conversation:
     calls: int = 0
     reused_tokens: int = 0
 
+    def add(self, sample: Sample) -> None:
+        """The policy's reply to what the last transcript holds."""
+        self.transcripts[-1].add_sample(sample)
+        self.said.append(sample.text)
+        self.generation_seconds += sample.seconds
+        self.device_seconds += sample.device_seconds
+        self.reused_tokens += sample.reused_tokens
+        self.finish_reason = sample.finish_reason
+
     @property
     def sampled_tokens(self) -> int:
         return sum(sum(t.mask) for t in self.transcripts)
@@ -108,16 +110,17 @@ async def converse(
     example: Example,
     request: Callable[[tuple[int, ...], int, int], SamplingRequest],
     max_tokens: int,
+    calls: Format | Literal["auto"] = "auto",
 ) -> Conversation:
     """Generates and interacts in turn until the environment is done.
 
     request: from the tokens so far, the turn, and how many tokens may be sampled: `max_tokens`, or what is left of
-    the longest sequence in later turns. Raises EnvironmentFailure.
+    the longest sequence in later turns. calls: how tools are called. Raises EnvironmentFailure.
     """
     run = Conversation()
     session = None
 
-    async def timed(call: Any) -> Any:
+    async def timed(call: Awaitable[T]) -> T:
         started = time.perf_counter()
         try:
             return await call
@@ -126,13 +129,11 @@ async def converse(
             run.environment_seconds += time.perf_counter() - started
 
     run.prompt = messages = await timed(environment.reset(example))
-    tools = environment.tools
-    tokens: list[int] | None = prompt_tokens(pool.tokenizer, messages, tools)
+    format = ChatFormat(pool.tokenizer, environment.tools, calls)
+    run.transcripts.append(Transcript(format.text(messages)))
+    tokens = format.tokens(run.transcripts[-1].text)
     try:
         for turn in range(MAX_TURNS):
-            if turn == 0 or tokens is None:
-                run.transcripts.append(Transcript())
-                tokens = prompt_tokens(pool.tokenizer, messages, tools)
             transcript = run.transcripts[-1]
             transcript.add_context(tokens)
             room = max_tokens if turn == 0 else min(max_tokens, pool.longest - len(transcript.tokens))
@@ -143,19 +144,18 @@ async def converse(
             asked = request(tuple(transcript.tokens), turn, room)
             session = asked.session
             sample = await pool.generate(asked)
-            run.generation_seconds += sample.seconds
-            run.device_seconds += sample.device_seconds
-            run.reused_tokens += sample.reused_tokens
-            run.finish_reason = sample.finish_reason
-            transcript.add_sample(sample)
-            run.said.append(sample.text)
+            run.add(sample)
             run.outcome = await timed(environment.step(example, messages, sample.text))
             if run.outcome.done:
                 return run
-            messages = [*messages, {"role": "assistant", "content": sample.text}]
+            messages = [*messages, {"role": "assistant", "content": sample.text}, *run.outcome.messages]
+            chat = format.text(messages)
             stopped = sample.finish_reason == FinishReason.STOP and sample.tokens[-1] in pool.stop_ids
-            tokens = continuation_tokens(pool.tokenizer, messages, run.outcome.messages, stopped, tools)
-            messages = [*messages, *run.outcome.messages]
+            more = format.continuation(transcript.text + sample.text, chat, stopped)
+            if more is None:
+                run.transcripts.append(Transcript(chat))
+            run.transcripts[-1].text = chat
+            tokens = format.tokens(chat) if more is None else more
     finally:
         if session is not None:
             pool.end_session(session)

@@ -22,6 +22,10 @@ class AdapterError(MarlaasError):
     """An adapter that does not fit the base model or the pool."""
 
 
+class JobNotOpen(AdapterError):
+    """A job that the device does not know, or knows no longer."""
+
+
 class JobTaken(MarlaasError):
     """Another runner trains the same job; this one ends, and the job goes on there."""
 
@@ -32,6 +36,10 @@ class BatchError(MarlaasError):
 
 class RequestError(MarlaasError):
     """A sampling request that is refused; only its own tenant notices."""
+
+
+class AdapterMissing(RequestError):
+    """A sampling request for an adapter version that the device does not have, or has no longer."""
 
 
 class EnvironmentFailure(MarlaasError):

@@ -14,7 +14,7 @@ from marlaas.environments import Environment, Example
 from marlaas.errors import EnvironmentFailure
 from marlaas.pool import AdapterLease, Pool
 from marlaas.sampling.protocol import Decoding, SamplingRequest
-from marlaas.specs import TenantSpec
+from marlaas.specs import TenantSpec, tool_call_format
 from storage import Rollout
 
 
@@ -127,7 +127,9 @@ async def _roll_out(
             session=f"{adapter.name}/{group}/{member}",
         )
 
-    talk = await converse(pool, environment, example, request, sampling.max_tokens)
+    talk = await converse(
+        pool, environment, example, request, sampling.max_tokens, tool_call_format(tenant.environment)
+    )
     assert talk.outcome is not None
     assert talk.outcome.reward is not None, "environments check that a finished conversation has a reward"
     conversation = f"{group}-{member}"

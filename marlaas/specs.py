@@ -130,6 +130,11 @@ class PoolSpec(Spec):
     train_tokens: int = Field(8192, ge=128, description="tokens of one training micro-batch, padding included")
     coalesce_seconds: float = Field(0.05, ge=0, le=10, description="how long an update waits for company")
     threads: int | None = Field(None, ge=1, description="CPU threads of the device; default: all cores")
+    address: str | None = Field(
+        None,
+        pattern=r"^(ray://)?[\w.-]+:\d+$",
+        description="a Ray pool, as `marlaas pool up` prints it; default: local",
+    )
     metrics_port: int | None = Field(
         None, ge=1, le=65535, description="serve Prometheus metrics on this port of 127.0.0.1"
     )
@@ -290,6 +295,11 @@ class ToolsSpec(Spec):
 
 
 EnvironmentSpec = Annotated[ReasoningGymSpec | DatasetSpec | CustomSpec | ToolsSpec, Field(discriminator="kind")]
+
+
+def tool_call_format(spec: EnvironmentSpec) -> Literal["auto", "hermes", "llama", "mistral"]:
+    """How the environment's tools are called, if it has any."""
+    return spec.format if isinstance(spec, ToolsSpec) else "auto"
 
 
 class LoraSpec(Spec):

@@ -12,7 +12,7 @@ from marlaas.evaluation.report import DECODINGS
 from marlaas.evaluation.schema import Decoding as Contestant
 from marlaas.pool import Pool
 from marlaas.sampling.protocol import Decoding, SamplingRequest
-from marlaas.specs import TenantSpec
+from marlaas.specs import TenantSpec, tool_call_format
 from storage import EvaluationRow
 
 
@@ -65,7 +65,7 @@ async def _answer(
             session=f"{adapter}/{contestant}/{example.id}",
         )
 
-    done = await converse(pool, environment, example, request, limit)
+    done = await converse(pool, environment, example, request, limit, tool_call_format(tenant.environment))
     assert done.outcome is not None
     assert done.outcome.reward is not None, "environments check that a finished conversation has a reward"
     return EvaluationRow(

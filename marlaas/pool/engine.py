@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from marlaas.errors import AdapterError, MarlaasError, ModelError, PoolClosed, RequestError
+from marlaas.errors import AdapterError, JobNotOpen, MarlaasError, ModelError, PoolClosed, RequestError
 from marlaas.lora import AdapterBank, AdapterLayout, AdapterShape, PagedAdapters, export_peft
 from marlaas.models import BaseModel, Progress, load_base_model
 from marlaas.pool.policy import DeviceLoad, should_train
@@ -24,7 +24,7 @@ from marlaas.sampling.native import NativeSampler
 from marlaas.sampling.protocol import Sample, SamplingRequest
 from marlaas.specs import TARGETS, VERSIONS_A_JOB, ModelSpec, PoolSpec, QuotaSpec, TenantSpec
 from marlaas.training.batch import TrainingBatch, UpdateResult
-from marlaas.training.trainer import JobState, Trainer
+from marlaas.training.trainer import JobState, Trainer, TrainingJob
 
 T = TypeVar("T")
 
@@ -54,11 +54,21 @@ class Engine:
     """
 
     def __init__(
-        self, model: ModelSpec, pool: PoolSpec, progress: Progress = lambda line: None, name: str = "device"
+        self,
+        model: ModelSpec,
+        pool: PoolSpec,
+        progress: Progress = lambda line: None,
+        name: str = "device",
+        samples: bool = True,
+        trains: bool = True,
     ) -> None:
-        """Starts the device thread and loads the base model on it. Raises ModelError."""
+        """Starts the device thread and loads the base model on it. Raises ModelError.
+
+        samples, trains: what it sets memory aside for; it is asked for nothing else.
+        """
         self.name = name
         self._spec = pool
+        self._samples, self._trains = samples, trains
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: list[_PendingUpdate] = []
         self._under_way: dict[str, _PendingUpdate] = {}
@@ -169,28 +179,29 @@ class Engine:
         done: Future[UpdateResult] = Future()
 
         def ask() -> None:
-            if batch.job not in self.trainer:
-                _settle(done, AdapterError(f"{batch.job} is not open in this pool"))
+            try:
+                self.sampler.queue.begin_work(self._job(batch.job).spec.name)
+            except JobNotOpen as error:
+                _settle(done, error)
                 return
-            self.sampler.queue.begin_work(self.trainer[batch.job].spec.name)
             self._waiting.append(_PendingUpdate(batch, done, time.monotonic()))
 
         self.submit(ask)
         return done
 
     def state(self, job: str) -> Future[JobState]:
-        """The job's training state."""
-        return self.submit(lambda: self.trainer.state(job))
+        """The job's training state. Raises JobNotOpen."""
+        return self.submit(lambda: self.trainer.state(self._job(job).name))
 
     def weights(self, job: str) -> Future[tuple[AdapterShape, torch.Tensor]]:
-        """The job's shape and a copy of its fp32 weights."""
-        return self.submit(lambda: (self.trainer[job].layout.shape, self.trainer[job].stored_weights()))
+        """The job's shape and a copy of its fp32 weights. Raises JobNotOpen."""
+        return self.submit(lambda: (self._job(job).layout.shape, self._job(job).stored_weights()))
 
     def export(self, job: str) -> Future[dict[str, bytes]]:
-        """The job's newest version as PEFT files, fp32."""
+        """The job's newest version as PEFT files, fp32. Raises JobNotOpen."""
 
         def export() -> dict[str, bytes]:
-            entry = self.trainer[job]
+            entry = self._job(job)
             return export_peft(entry.layout, entry.stored_weights(), self.base.transformer, self.base.name)
 
         return self.submit(export)
@@ -254,6 +265,11 @@ class Engine:
             lead_seconds=min(map(queue.lead, names), default=0.0),
             usual_seconds=statistics.median(self._usual) if self._usual else 0.0,
         )
+
+    def _job(self, job: str) -> TrainingJob:
+        if job not in self.trainer:
+            raise JobNotOpen(f"{job} is not open in this pool")
+        return self.trainer[job]
 
     def _owner(self, job: str) -> str:
         return self.trainer[job].spec.name
@@ -323,10 +339,12 @@ class Engine:
                 f"the longest context of {model.source}"
             )
         size = AdapterLayout(t, AdapterShape(spec.max_rank, 1.0, TARGETS)).size
-        adapters = PagedAdapters(AdapterBank(VERSIONS_A_JOB * spec.max_adapters, size, t.dtype, t.device))
+        slots = VERSIONS_A_JOB * spec.max_adapters if self._samples else 0
+        adapters = PagedAdapters(AdapterBank(slots, size, t.dtype, t.device))
+        rows = spec.max_sequences if self._samples else 0
         self.base = base
-        self.sampler = NativeSampler(base, adapters, spec.max_sequences, spec.max_sequence_tokens, spec.kept_tokens)
-        self.trainer = Trainer(base, spec.max_adapters, size, spec.train_tokens)
+        self.sampler = NativeSampler(base, adapters, rows, spec.max_sequence_tokens, spec.kept_tokens)
+        self.trainer = Trainer(base, spec.max_adapters if self._trains else 0, size, spec.train_tokens)
 
     def _open(self, job: str, spec: TenantSpec, state: JobState | None) -> int | str:
         if job in self.trainer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
-from marlaas.errors import AdapterError
+from marlaas.errors import JobNotOpen
 from marlaas.pool.protocol import AdapterLease, adapter_name
 
 
@@ -25,10 +25,10 @@ class Versions:
             return self._unneeded(before.name) if before is not None else []
 
     def hold(self, job: str) -> AdapterLease:
-        """Holds the job's newest version. Raises AdapterError if the job is not open."""
+        """Holds the job's newest version. Raises JobNotOpen if the job is not open."""
         with self._lock:
             if job not in self._newest:
-                raise AdapterError(f"{job} is not open in this pool")
+                raise JobNotOpen(f"{job} is not open in this pool")
             newest = self._newest[job]
             self._held[newest.name] += 1
             return newest

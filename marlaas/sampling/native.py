@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from marlaas.attention import KeyValueCache, PartsAttention
-from marlaas.errors import MarlaasError, RequestError
+from marlaas.errors import AdapterMissing, MarlaasError, RequestError
 from marlaas.lora import LoraBatch, PagedAdapters, Segment
 from marlaas.models import BaseModel
 from marlaas.sampling.choice import choose_tokens
@@ -81,7 +81,7 @@ class NativeSampler:
     @property
     def fill(self) -> float:
         """The share of the batch's places that are taken."""
-        return len(self._rows) / self._cache.rows
+        return len(self._rows) / max(1, self._cache.rows)
 
     def users(self, adapter: str) -> int:
         """Requests, waiting or running, that need the adapter."""
@@ -91,7 +91,7 @@ class NativeSampler:
         """Queues a request; `on_done` is called from `step`. Raises RequestError at once if it cannot be served."""
         request.check(self.base.transformer.geometry.vocabulary, self._cache.tokens)
         if request.adapter is not None and request.adapter not in self.adapters:
-            raise RequestError(f"{request.owner}: adapter {request.adapter} is not resident")
+            raise AdapterMissing(f"{request.owner}: adapter {request.adapter} is not resident")
         if request.decoding == Decoding.COLD and self._cache.rows < _ROWS_OF_A_COLD_REQUEST:
             raise RequestError(f"{request.owner}: cold decoding needs pool.max_sequences of at least 2")
         rows = [Row(request.adapter)]

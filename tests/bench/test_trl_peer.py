@@ -69,8 +69,8 @@ def test_the_script_refuses_a_bad_job_without_needing_trl(tmp_path):
 
 def test_a_microbatch_divides_the_step_and_keeps_within_the_positions(tmp_path):
     assert read_job(written(tmp_path, job())).microbatch() == 8
-    long = job(tokens=[[[1000, 500]] * 4] * 4, max_tokens=1000)
-    assert read_job(written(tmp_path, long)).microbatch() == 4
+    long = job(tokens=[[[300, 300]] * 4] * 4, max_tokens=300)
+    assert read_job(written(tmp_path, long)).microbatch() == 2
     beyond = job(tokens=[[[9000, 9000]] * 4] * 4, max_tokens=9000)
     assert read_job(written(tmp_path, beyond)).microbatch() == 1
 

@@ -3,7 +3,7 @@
 import pytest
 from engine import tenant
 
-from marlaas.conversations import prompt_tokens
+from marlaas.conversations import ChatFormat
 from marlaas.environments import Example, Outcome
 from marlaas.errors import EnvironmentFailure
 from marlaas.pool import LocalPool
@@ -57,7 +57,8 @@ async def test_a_rollout_is_the_prompt_and_then_what_was_sampled(pool):
     collected = await roll_out(pool, Echo())
     assert [r.group_id for r in collected.rollouts] == ["4-one"] * 3 + ["4-two"] * 3
     for rollout, example in zip(collected.rollouts, [EXAMPLES[0]] * 3 + [EXAMPLES[1]] * 3, strict=True):
-        prompt = prompt_tokens(pool.tokenizer, [{"role": "user", "content": example.question}])
+        chat = ChatFormat(pool.tokenizer)
+        prompt = chat.tokens(chat.text([{"role": "user", "content": example.question}]))
         assert rollout.token_ids[: len(prompt)] == prompt
         assert rollout.loss_mask == [False] * len(prompt) + [True] * (len(rollout.token_ids) - len(prompt))
         assert all((lp < 0) == sampled for lp, sampled in zip(rollout.logprobs, rollout.loss_mask, strict=True))
