@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -76,23 +77,37 @@ class _Rolled:
 
 
 class _Runner:
-    """One run of a tenant's job, from its last step on."""
+    """A tenant's job; it can be run again from where its last step left it."""
 
-    def __init__(self, pool: Pool, job: str, spec: TenantSpec, environment: Environment, result: TenantResult) -> None:
-        self._pool, self._job, self._spec, self._environment = pool, job, spec, environment
-        self._result = result
-        self._moved = asyncio.Condition()
+    def __init__(
+        self, pool: Pool, spec: TenantSpec, environment: Environment, on_step: Callable[[TenantStep], None]
+    ) -> None:
+        self.result = TenantResult(spec.name)
+        self._pool, self._spec, self._environment, self._on_step = pool, spec, environment, on_step
+        self._job = f"{spec.name}/bench"
+        self._state: JobState | None = None
         self._version = 0
+        self._moved = asyncio.Condition()
 
-    async def run(self, steps: int | None, state: JobState | None) -> None:
+    async def run(self, steps: int | None, restarts: bool) -> None:
+        while True:
+            try:
+                return await self._run(steps)
+            except MarlaasError as error:
+                self.result.failures[str(error)] += 1
+                if not restarts:
+                    raise
+            await asyncio.sleep(RESTART_SECONDS)
+
+    async def _run(self, steps: int | None) -> None:
         """Trains to the last step; for ever if `steps` is None. The job is closed again, whatever happens."""
-        self._version = await self._pool.open_job(self._job, self._spec, state)
+        self._version = await self._pool.open_job(self._job, self._spec, self._state)
         rolled: asyncio.Queue[asyncio.Task[_Rolled]] = asyncio.Queue(maxsize=self._spec.max_staleness + 1)
         try:
             async with asyncio.TaskGroup() as stages:
                 stages.create_task(self._roll_out(steps, rolled, stages))
                 stages.create_task(self._update(steps, rolled))
-        except* MarlaasError as group:  # one reason is enough
+        except* MarlaasError as group:  # one reason is enough: the other stages were only cancelled for it
             raise _first(group) from None
         finally:
             await asyncio.shield(self._pool.close_job(self._job))
@@ -100,16 +115,16 @@ class _Runner:
     async def _roll_out(
         self, steps: int | None, rolled: asyncio.Queue[asyncio.Task[_Rolled]], stages: asyncio.TaskGroup
     ) -> None:
-        step = self._version
-        while steps is None or step < steps:
-            async with self._moved:
-                await self._moved.wait_for(lambda: step - self._version <= self._spec.max_staleness)  # noqa: B023
+        for step in itertools.count(self._version) if steps is None else range(self._version, steps):
+            await self._may_roll_out(step)
             await rolled.put(stages.create_task(self._collect(step)))
-            step += 1
+
+    async def _may_roll_out(self, step: int) -> None:
+        async with self._moved:
+            await self._moved.wait_for(lambda: step - self._version <= self._spec.max_staleness)
 
     async def _collect(self, step: int) -> _Rolled:
-        began = time.perf_counter()
-        count = self._spec.prompts_per_step
+        began, count = time.perf_counter(), self._spec.prompts_per_step
         examples, _ = await self._environment.training(count, self._spec.seed, step * count, frozenset())
         async with self._pool.lease(self._job) as adapter:
             found = await collect(self._pool, self._environment, self._spec, step, examples, adapter)
@@ -120,19 +135,21 @@ class _Runner:
             ready = await (await rolled.get())
             batch = training_batch(self._job, ready.found.rollouts, self._version - ready.version)
             trained = await self._pool.update(batch)
-            self._result.steps.append(
-                TenantStep(
-                    step=ready.step,
-                    version=ready.version,
-                    began=ready.began,
-                    ended=time.perf_counter(),
-                    reward=trained.metrics["reward_mean"],
-                    tokens=sum(int(sample.mask.sum()) for sample in batch.samples),
-                    device_seconds=ready.found.device_seconds + trained.device_seconds,
-                    failures=sum(ready.found.failures.values()),
-                    split=ready.found.split,
-                )
+            ended = time.perf_counter()
+            self._state = await self._pool.state(self._job)  # what a flow writes its checkpoint from
+            step = TenantStep(
+                step=ready.step,
+                version=ready.version,
+                began=ready.began,
+                ended=ended,
+                reward=trained.metrics["reward_mean"],
+                tokens=sum(int(sample.mask.sum()) for sample in batch.samples),
+                device_seconds=ready.found.device_seconds + trained.device_seconds,
+                failures=sum(ready.found.failures.values()),
+                split=ready.found.split,
             )
+            self.result.steps.append(step)
+            self._on_step(step)
             async with self._moved:
                 self._version = trained.version
                 self._moved.notify_all()
@@ -146,24 +163,46 @@ async def run_tenant(
     *,
     until: asyncio.Event | None = None,
     restarts: bool = False,
-    on_step: Callable[[], Awaitable[None]] | None = None,
+    on_step: Callable[[TenantStep], None] = lambda step: None,
 ) -> TenantResult:
-    """Trains a tenant's job for `steps` steps, or until the event: what is under way then is dropped.
+    """Trains the job `{name}/bench` for `steps` steps, or until the event: what is under way then is dropped.
 
-    restarts: a tenant that fails comes back with the state of its last step, as often as it takes; otherwise its
-    error is raised.
+    steps None: for ever. restarts: a tenant that fails comes back with the state of its last step, as often as it
+    takes; otherwise its MarlaasError is raised.
     """
-    result = TenantResult(spec.name)
-    work = asyncio.create_task(_run(pool, spec, environment, steps, result, restarts))
-    ending = asyncio.create_task(until.wait()) if until is not None else None
+    runner = _Runner(pool, spec, environment, on_step)
+    work = asyncio.create_task(runner.run(steps, restarts))
+    waits: list[asyncio.Task[Any]] = [work, *([asyncio.create_task(until.wait())] if until is not None else [])]
     try:
-        await asyncio.wait({work, ending} if ending else {work}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             work.result()
     finally:
-        for task in (work, ending):
-            if task is not None:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, MarlaasError):
-                    await task
-    return result
+        for task in waits:
+            task.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+    return runner.result
+
+
+def training_batch(job: str, rollouts: Sequence[Rollout], staleness: int) -> TrainingBatch:
+    """A step's rollouts as the trainer takes them. staleness: in versions."""
+    return TrainingBatch(job, [_sample(rollout) for rollout in rollouts], staleness)
+
+
+def _sample(rollout: Rollout) -> TrainingSample:
+    return TrainingSample(
+        group=rollout.group_id,
+        conversation=rollout.conversation_id,
+        tokens=np.asarray(rollout.token_ids, np.int32),
+        mask=np.asarray(rollout.loss_mask, np.bool_),
+        logprobs=np.asarray(rollout.logprobs, np.float32),
+        reward=rollout.reward,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+    )
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
