@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
+
 import torch
 
 from marlaas.errors import ModelError
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_MMAP_BYTES = 2**30
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -35,3 +41,14 @@ def _load_npu() -> bool:
     except (ImportError, RuntimeError):
         return False
     return True
+
+
+def reuse_freed_memory() -> None:
+    """Has glibc keep what is freed instead of giving it back: a pass on the CPU takes and frees the same again.
+
+    Its page faults were a sixth of a training pass. Other C libraries are left as they are.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if sys.platform == "linux" and mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)

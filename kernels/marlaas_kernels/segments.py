@@ -1,7 +1,8 @@
 """Multi-LoRA over contiguous segments: tokens sorted by adapter, two matrix products a segment and part.
 
-A segment never reads or writes another segment's rows, so whatever one adapter computes (NaN included) stays
-with it.
+Many short segments of equal ranks are one batch of matrix products instead, since what a short one costs is mostly
+its calls. A segment never reads or writes another segment's rows, so whatever one adapter computes (NaN included)
+stays with it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,50 @@ class SegmentWeights:
     @property
     def rank(self) -> int:
         return self.a.shape[0] // len(self.b)
+
+
+@dataclass(frozen=True)
+class StackedTokens:
+    """Which tokens G short segments have: the i-th of them is token `tokens_N[i]` of the flat batch.
+
+    places_N: where it lies when each segment is padded to the longest, `length`, as index into `[G * length]`.
+    """
+
+    tokens_N: torch.Tensor
+    places_N: torch.Tensor
+    count: int
+    length: int
+
+    @staticmethod
+    def of(spans: Sequence[tuple[int, int]], device: torch.device) -> StackedTokens:
+        """Of segments given as [start, end)."""
+        length = max(end - start for start, end in spans)
+        tokens = torch.cat([torch.arange(start, end) for start, end in spans])
+        places = torch.cat([torch.arange(end - start) + g * length for g, (start, end) in enumerate(spans)])
+        return StackedTokens(tokens.to(device), places.to(device), len(spans), length)
+
+
+def stacked_lora_(
+    y_TO: torch.Tensor,
+    x_TI: torch.Tensor,
+    which: StackedTokens,
+    scale: float,
+    a_GRI: torch.Tensor,
+    b_GOR: Sequence[torch.Tensor],
+    columns: Sequence[tuple[int, int]],
+) -> None:
+    """Adds the deltas of G segments to y in place.
+
+    a_GRI: `[G, parts * rank, I]`; b_GOR: `[G, size, rank]` a part; columns: each part's slice (start, size) of the
+    output.
+    """
+    padded = x_TI.new_zeros(which.count * which.length, x_TI.shape[1])
+    padded[which.places_N] = x_TI[which.tokens_N]
+    shrunk = torch.bmm(padded.view(which.count, which.length, -1), a_GRI.transpose(1, 2)).mul_(scale)
+    rank = b_GOR[0].shape[2]
+    for part, (b, (column, size)) in enumerate(zip(b_GOR, columns, strict=True)):
+        delta = torch.bmm(shrunk[:, :, part * rank : (part + 1) * rank], b.transpose(1, 2))
+        y_TO.narrow(1, column, size).index_add_(0, which.tokens_N, delta.flatten(0, 1)[which.places_N])
 
 
 def multi_lora_(y_TO: torch.Tensor, x_TI: torch.Tensor, segments: Sequence[SegmentWeights]) -> list[torch.Tensor]:

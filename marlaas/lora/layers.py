@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from marlaas.lora.layout import AdapterLayout
+from marlaas.lora.layout import AdapterLayout, AdapterShape
 from marlaas.transformer import Site
-from marlaas_kernels.segments import SegmentWeights, multi_lora_, multi_lora_backward
+from marlaas_kernels.segments import (
+    SegmentWeights,
+    StackedTokens,
+    multi_lora_,
+    multi_lora_backward,
+    stacked_lora_,
+)
+
+_SHORT = 32  # tokens; from there on a matrix product costs more than its call
+_FEW = 3  # segments that are not worth a batch
 
 
 @dataclass(frozen=True)
 class Segment:
     """Tokens `[start, end)` of one adapter.
 
-    weights: the adapter's vector in the model's dtype; gradient: where its fp32 gradient is added up, if it trains.
+    weights: the adapter's vector in the model's dtype; gradient: where its fp32 gradient is added up, if it trains;
+    slot: where the vector lies in the bank that the batch is given.
     """
 
     start: int
@@ -25,16 +36,34 @@ class Segment:
     layout: AdapterLayout
     weights: torch.Tensor
     gradient: torch.Tensor | None = None
+    slot: int | None = None
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """Short segments of adapters with one layout, and the slots of the adapters."""
+
+    layout: AdapterLayout
+    slots_G: torch.Tensor
+    which: StackedTokens
 
 
 class LoraBatch:
     """The adapters of one flat batch, in token order. Tokens of no segment get the base model alone."""
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
+    def __init__(self, segments: Sequence[Segment], bank_SP: torch.Tensor | None = None) -> None:
+        """bank_SP: the vectors of all slots; then many short segments are computed as one. For inference only."""
         self.segments = [s for s in segments if s.end > s.start]
+        self._bank_SP = bank_SP
+        self._stacks: list[_Stack] = []
+        if bank_SP is not None:
+            self.segments = self._stack(self.segments, bank_SP.device)
 
     def add(self, site: Site, x_TI: torch.Tensor, y_TO: torch.Tensor) -> torch.Tensor:
         """y `[T, out]` plus every token's delta of x `[T, in]`. In place where no gradient is wanted."""
+        for stack in self._stacks:
+            if site in stack.layout:
+                self._add_stack(stack, site, x_TI, y_TO)
         here = [s for s in self.segments if site in s.layout]
         if not here:
             return y_TO
@@ -42,6 +71,34 @@ class LoraBatch:
             return _MultiLora.apply(x_TI, y_TO, site, here)
         multi_lora_(y_TO, x_TI, [_weights(s, site) for s in here])
         return y_TO
+
+    def _stack(self, segments: Sequence[Segment], device: torch.device) -> list[Segment]:
+        """Makes stacks of the short segments, by layout; returns the segments that are left."""
+        short: dict[AdapterShape, list[Segment]] = defaultdict(list)
+        for segment in segments:
+            if segment.slot is not None and segment.end - segment.start <= _SHORT:
+                short[segment.layout.shape].append(segment)
+        stacked: set[int] = set()
+        for alike in short.values():
+            if len(alike) >= _FEW:
+                which = StackedTokens.of([(s.start, s.end) for s in alike], device)
+                slots_G = torch.tensor([s.slot for s in alike], device=device)
+                self._stacks.append(_Stack(alike[0].layout, slots_G, which))
+                stacked.update(map(id, alike))
+        return [s for s in segments if id(s) not in stacked]
+
+    def _add_stack(self, stack: _Stack, site: Site, x_TI: torch.Tensor, y_TO: torch.Tensor) -> None:
+        assert self._bank_SP is not None
+        slice_, rank = stack.layout.site(site), stack.layout.shape.rank
+        start, end = stack.layout.bounds(site)
+        vectors_GP = self._bank_SP.narrow(1, start, end - start).index_select(0, stack.slots_G)
+        rows = len(slice_.parts) * rank
+        a_GRI = vectors_GP[:, : rows * slice_.inputs].unflatten(1, (rows, slice_.inputs))
+        sizes = [part.size * rank for part in slice_.parts]
+        b = vectors_GP[:, rows * slice_.inputs :].split(sizes, dim=1)
+        b_GOR = [v.unflatten(1, (part.size, rank)) for v, part in zip(b, slice_.parts, strict=True)]
+        columns = [(part.start, part.size) for part in slice_.parts]
+        stacked_lora_(y_TO, x_TI, stack.which, stack.layout.scale, a_GRI, b_GOR, columns)
 
 
 def _weights(segment: Segment, site: Site) -> SegmentWeights:

@@ -80,6 +80,11 @@ class AdapterLayout:
         """The slice of a targeted fused linear."""
         return self._sites[site_key(site)]
 
+    def bounds(self, site: Site) -> tuple[int, int]:
+        """Where the site's part of the vector begins and ends."""
+        s = self.site(site)
+        return s.offset, s.offset + self.shape.rank * sum(s.inputs + part.size for part in s.parts)
+
     def matrices(self, vector: torch.Tensor, site: Site) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Views into `vector` (1-D): A `[parts * rank, in]` and one B `[out, rank]` a part."""
         s, rank = self.site(site), self.shape.rank

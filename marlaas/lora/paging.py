@@ -28,6 +28,11 @@ class PagedAdapters:
         return self._bank[name]
 
     @property
+    def weights_SP(self) -> torch.Tensor:
+        """The vectors of all slots."""
+        return self._bank.weights_SP
+
+    @property
     def resident(self) -> int:
         """How many adapters are in slots."""
         return len(self._resident)

@@ -28,6 +28,7 @@ CLIENT_PORT, GCS_PORT = 10001, 6399
 _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0
 _LOAD_SECONDS = 600.0
+_CALLS = 4096  # in flight on one actor: every request of its batch and of those that wait is one
 
 
 def start_pool(
@@ -86,7 +87,12 @@ def _start_actors(model: ModelSpec, pool: PoolSpec, counts: dict[str, int], say:
     for role, count in counts.items():
         for number in range(count):
             name = f"{role}-{number}"
-            options: dict[str, Any] = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
+            options: dict[str, Any] = {
+                "name": name,
+                "namespace": NAMESPACE,
+                "lifetime": "detached",
+                "get_if_exists": True,
+            }
             handles[name] = actor.options(
                 **options, **resources, num_cpus=0, max_restarts=-1, max_concurrency=4096
             ).remote(name, role, model.model_dump(mode="json"), spec.model_dump(mode="json"))

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from marlaas.devices import reuse_freed_memory
 from marlaas.errors import AdapterError, JobNotOpen, MarlaasError, ModelError, PoolClosed, RequestError
 from marlaas.lora import AdapterBank, AdapterLayout, AdapterShape, PagedAdapters, export_peft
 from marlaas.models import BaseModel, Progress, load_base_model
@@ -333,6 +334,8 @@ class Engine:
             torch.set_num_threads(self._spec.threads)
         base = load_base_model(model, progress)
         t, spec = base.transformer, self._spec
+        if t.device.type == "cpu":
+            reuse_freed_memory()
         if spec.max_sequence_tokens > t.geometry.max_positions:
             raise ModelError(
                 f"pool.max_sequence_tokens: {spec.max_sequence_tokens} must be at most {t.geometry.max_positions}, "

@@ -244,7 +244,8 @@ class NativeSampler:
 
     def _lora(self, segments: Iterable[tuple[str | None, int, int]]) -> LoraBatch:
         resident = [(self.adapters[a], start, end) for a, start, end in segments if a is not None]
-        return LoraBatch([Segment(start, end, r.layout, r.vector) for r, start, end in resident])
+        of_tokens = [Segment(start, end, r.layout, r.vector, slot=r.slot) for r, start, end in resident]
+        return LoraBatch(of_tokens, self.adapters.weights_SP)
 
     # From logits to tokens
 
