@@ -175,6 +175,9 @@ def pool_spec(workload: Workload) -> dict[str, Any]:
         "max_sequence_tokens": longest,
         "kept_tokens": 32 * 2 * workload.conversations * longest,
         "train_tokens": 8192,
+        # Flows, servers and environments run beside the device; with two threads on two cores each step would wait
+        # for whoever has the other core.
+        "threads": 1,
     }
 
 

@@ -20,18 +20,18 @@ import numpy as np
 import psutil
 
 from bench.common import median, table, write_json
-from bench.environments import HangingGame, LetterGame, NanGame, RaisingGame, ToolGame, within_limits
+from bench.players import DEMAND, DISTURBANCES, WEIGHTED_PLACES, Player, equal, weighted
 from bench.tenants import TenantResult, TenantStep, run_tenant
-from marlaas.environments import Environment
+from marlaas.errors import MarlaasError
 from marlaas.pool import LocalPool
 from marlaas.pool.stats import PoolStats, TenantStats
-from marlaas.specs import LatencySpec, ModelSpec, PoolSpec, TenantSpec
+from marlaas.specs import ModelSpec, PoolSpec
 
 EQUALS, SHARING, REMEMBERED = 8, 32, 4  # tenants of the fairness, scheduling and memory runs
 WEIGHTS = (1.0, 2.0, 4.0)
 SATURATED = 0.9  # busy share of a device that is the bottleneck
 BARS = {  # at least, or at most
-    **{f"others_under_{name}": (">=", 0.9) for name in ("slow", "flood", "crash", "nan", "hang")},
+    **{f"others_under_{name}": (">=", 0.9) for name in DISTURBANCES},
     "jain_equal": (">=", 0.95),
     "jain_weighted": (">=", 0.95),
     "scheduling_share": ("<", 0.02),
@@ -165,8 +165,8 @@ async def measure_disturbances(settings: Settings) -> Measured:
             row = {
                 "what": f"others_under_{name}",
                 "repeat": repeat,
-                "tokens": disturbed.tokens_per_second(names) / fair.tokens_per_second(names),
-                "steps": disturbed.steps_per_second(names) / fair.steps_per_second(names),
+                "tokens": _ratio(disturbed.tokens_per_second(names), fair.tokens_per_second(names)),
+                "steps": _ratio(disturbed.steps_per_second(names), fair.steps_per_second(names)),
                 "fair_tokens_per_second": fair.tokens_per_second(names),
                 "fair_busy": fair.busy_seconds / fair.seconds,
                 "disturbed_busy": disturbed.busy_seconds / disturbed.seconds,
@@ -268,6 +268,12 @@ async def measure_memory(settings: Settings) -> Measured:
     return [row], {"rss_growth_mb_per_100_steps": 100 * slope}
 
 
+def _ratio(above: float, below: float) -> float:
+    if below == 0:
+        raise MarlaasError("--window: no step ended in it; take a longer one, or a longer --warmup")
+    return above / below
+
+
 def by_weight(amounts: Sequence[float], weights: Sequence[float]) -> list[float]:
     """Each amount over what its weight entitles to, of all that there is: 1 when shares are as the weights."""
     unit = sum(amounts) / sum(weights)
@@ -348,15 +354,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name: (quick if options.quick else usual) if getattr(options, name) is None else getattr(options, name)
         for name, (usual, quick) in EXTENT.items()
     }
+    if chosen["memory_steps"] < 2 * SAMPLE_EVERY:
+        parser.error(f"--memory-steps: {chosen['memory_steps']} must be at least {2 * SAMPLE_EVERY}")
     settings = Settings(
         ModelSpec(source=options.model, dtype=options.dtype), options.threads, places=options.places, **chosen
     )
     rows: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
-    for name in options.only:
-        found, medians = asyncio.run(MEASUREMENTS[name](settings))
-        rows += found
-        ratios |= medians
+    try:
+        for name in options.only:
+            found, medians = asyncio.run(MEASUREMENTS[name](settings))
+            rows += found
+            ratios |= medians
+    except MarlaasError as error:
+        parser.error(str(error))
     report(rows, ratios)
     write_json(options.json, "isolation", rows, ratios, settings={**chosen, "places": options.places})
 

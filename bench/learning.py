@@ -54,7 +54,7 @@ def tenant(name: str, steps: int, **fields: Any) -> TenantSpec:
         "steps": steps,
         "sampling": {"max_tokens": 16},
         "lora": {"rank": 8, "alpha": 32},
-        "optimizer": {"learning_rate": 0.01},
+        "optimizer": {"learning_rate": 0.006},
     }
     return TenantSpec.model_validate(recipe | fields)
 

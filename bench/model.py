@@ -1,4 +1,4 @@
-"""The benchmarks' base model: a Llama of 16 M parameters with random weights, and a tokenizer of bytes."""
+"""The benchmarks' base model: a Llama of 4 M parameters with random weights, and a tokenizer of bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from marlaas.models import TINY_RANDOM, resolve_model
 
-FOLDER = Path(".bench/models/small-16m")
+FOLDER = Path(".bench/models/small-4m")
 
 
 def small_model() -> Path:
@@ -19,11 +19,11 @@ def small_model() -> Path:
 
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(TINY_RANDOM, Path(".bench/models")))
     config = LlamaConfig(
-        vocab_size=8192,
-        hidden_size=384,
-        intermediate_size=1024,
-        num_hidden_layers=8,
-        num_attention_heads=6,
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=4,
+        num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=2048,
         tie_word_embeddings=True,

@@ -102,5 +102,3 @@ DISTURBANCES: dict[str, Callable[[], Player]] = {
     "nan": nan,
     "hang": hang,
 }
-
-

@@ -6,6 +6,7 @@ the positions it had in its sample, so hidden states and gradients are those of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -35,12 +36,16 @@ class Row:
         return len(self.tokens)
 
 
-def pack_group(samples: Sequence[tuple[int, TrainingSample]], longest: int) -> Iterator[Row]:
-    """Packs one group's (index, sample) pairs into as few rows of at most `longest` tokens as their order allows.
+def pack_group(samples: Sequence[tuple[int, TrainingSample]], longest: int, pair_cost: float = 0.0) -> Iterator[Row]:
+    """Packs one group's (index, sample) pairs into rows of at most `longest` tokens, in their order.
 
-    A single sample must fit by itself.
+    A single sample must fit by itself. pair_cost: of a (query, key) pair of attention, in terms of one token's other
+    work. Branches that share a prefix of P tokens save P tokens each, and cost attention to one another that is
+    masked out; a token costs least, (L + pair_cost L^2) / (L - P), in rows of L = P + sqrt(P / pair_cost + P^2) tokens.
     """
     prefix = _shared_prefix([s for _, s in samples])
+    if pair_cost > 0:
+        longest = min(longest, prefix + math.ceil(math.sqrt(prefix / pair_cost + prefix**2)))
     chosen: list[tuple[int, TrainingSample]] = []
     length = prefix
     for index, sample in samples:
@@ -85,8 +90,13 @@ def _row(samples: Sequence[tuple[int, TrainingSample]], prefix: int) -> Row:
     return Row(*(np.concatenate(r).astype(np.int64) for r in rows))
 
 
-def attention_mask(rows: Sequence[Row], length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Additive mask `[rows, 1, length, length]` of right-padded rows: causal, inside the prefix and one's branch."""
+def attention_mask(rows: Sequence[Row], length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    """Additive mask `[rows, 1, length, length]` of right-padded rows: causal, inside the prefix and one's branch.
+
+    None, which is plain causal, where every row has one branch.
+    """
+    if all(row.branch[-1] == 1 for row in rows):
+        return None
     branch = np.full((len(rows), length), -1)
     for i, row in enumerate(rows):
         branch[i, : len(row)] = row.branch
