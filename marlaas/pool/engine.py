@@ -347,6 +347,8 @@ class Engine:
         rows = spec.max_sequences if self._samples else 0
         self.base = base
         self.sampler = NativeSampler(base, adapters, rows, spec.max_sequence_tokens, spec.kept_tokens)
+        if self._samples:
+            self.sampler.calibrate()
         self.trainer = Trainer(base, spec.max_adapters if self._trains else 0, size, spec.train_tokens)
 
     def _open(self, job: str, spec: TenantSpec, state: JobState | None) -> int | str:

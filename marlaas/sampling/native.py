@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from marlaas.attention import KeyValueCache, PartsAttention
+from marlaas.attention import DecodeAttention, KeyValueCache, PartsAttention
 from marlaas.errors import AdapterMissing, MarlaasError, RequestError
 from marlaas.lora import LoraBatch, PagedAdapters, Segment
 from marlaas.models import BaseModel
@@ -28,6 +28,9 @@ from marlaas.sampling.queue import FairQueue
 
 PREFILL_TOKENS = 1024  # new tokens of one step, so that rows which decode do not wait long for others' prompts
 _ROWS_OF_A_COLD_REQUEST = 2
+_CALIBRATION_RUNS = 3
+_CALIBRATION_POSITION = 64
+_ENOUGH_THROUGHPUT = 0.9  # of the best
 
 
 @dataclass
@@ -62,11 +65,35 @@ class NativeSampler:
         self.prefixes = PrefixCache(max_kept_tokens)
         self.counts: dict[str, TokenCounts] = defaultdict(TokenCounts)
         self.scheduling_seconds = 0.0
+        self.shared_places = max_sequences
         t = base.transformer
         self._cache = KeyValueCache(t.geometry, max_sequences, max_sequence_tokens, t.dtype, t.device)
         self._running: list[Generation] = []
         self._rows: list[Row] = []
         self._users: Counter[str] = Counter()
+
+    @torch.inference_mode()
+    def calibrate(self) -> None:
+        """Measures decoding passes of different sizes, and sets `shared_places` accordingly.
+
+        Where a pass costs as much per row however full it is, places beyond some number only make everybody's passes
+        longer, and whoever asks for most of them gets most of the device. So tenants who compete share the fewest
+        places that give nearly all of the throughput; a tenant by itself has them all.
+        """
+        sizes = [n for n in (2**k for k in range(16)) if n < self._cache.rows] + [self._cache.rows]
+        rates = {size: size / min(self._decode_seconds(size) for _ in range(_CALIBRATION_RUNS)) for size in sizes}
+        enough = _ENOUGH_THROUGHPUT * max(rates.values())
+        self.shared_places = min(size for size, rate in rates.items() if rate >= enough)
+
+    def _decode_seconds(self, rows: int) -> float:
+        device = self.base.transformer.device
+        tokens = torch.zeros(rows, dtype=torch.long, device=device)
+        positions = torch.full((rows,), min(_CALIBRATION_POSITION, self._cache.tokens - 1), device=device)
+        started = time.perf_counter()
+        attend = DecodeAttention(self._cache, torch.arange(rows, device=device), positions)
+        hidden = self.base.transformer.hidden_states(tokens, positions, attend, None)
+        float(self.base.transformer.logits(hidden).sum())  # waits for the device
+        return time.perf_counter() - started
 
     @property
     def busy(self) -> bool:
@@ -167,8 +194,13 @@ class NativeSampler:
             new.append(item)
         return new
 
+    @property
+    def _places(self) -> int:
+        """How many rows the batch may have now."""
+        return self.shared_places if self.queue.competing else self._cache.rows
+
     def _fits(self, item: Generation) -> bool:
-        if len(self._rows) + len(item.rows) > self._cache.rows:
+        if len(self._rows) + len(item.rows) > max(self._places, len(item.rows)):
             return False
         in_use = {row.adapter for row in self._rows if row.adapter is not None}
         return all(row.adapter is None or self.adapters.page_in(row.adapter, in_use) for row in item.rows)
@@ -184,7 +216,7 @@ class NativeSampler:
     def _preempt(self) -> bool:
         """Takes a request out of the batch for one whose owner has a smaller share of it; False: nobody has to go."""
         head = self.queue.head()
-        if head is None or len(self._rows) + len(head.rows) <= self._cache.rows:
+        if head is None or len(self._rows) + len(head.rows) <= self._places:
             return False
         victim = self.queue.victim(head.request.owner)
         mine = [item for item in self._running if item.request.owner == victim]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,6 +26,7 @@ class PrefixCache:
         self.max_tokens = max_tokens
         self.tokens = 0
         self._entries: OrderedDict[tuple[str, str | None], _Prefix] = OrderedDict()
+        self._of_session: dict[str, set[tuple[str, str | None]]] = defaultdict(set)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -42,6 +43,7 @@ class PrefixCache:
         while self.tokens + len(tokens) > self.max_tokens:
             self._drop(next(iter(self._entries)))
         self._entries[session, adapter] = _Prefix(tuple(tokens), values)
+        self._of_session[session].add((session, adapter))
         self.tokens += len(tokens)
 
     def take(self, session: str, adapter: str | None, tokens: Sequence[int]) -> KeyValues | None:
@@ -53,7 +55,7 @@ class PrefixCache:
 
     def drop_session(self, session: str) -> None:
         """The conversation is over."""
-        for key in [key for key in self._entries if key[0] == session]:
+        for key in list(self._of_session.get(session, ())):
             self._drop(key)
 
     def drop_adapter(self, adapter: str) -> None:
@@ -65,4 +67,7 @@ class PrefixCache:
         entry = self._entries.pop(key, None)
         if entry is not None:
             self.tokens -= len(entry.tokens)
+            self._of_session[key[0]].discard(key)
+            if not self._of_session[key[0]]:
+                del self._of_session[key[0]]
         return entry

@@ -62,6 +62,11 @@ class FairQueue(Generic[T]):
         """All owners that are known."""
         return list(self._owners)
 
+    @property
+    def competing(self) -> bool:
+        """Whether there is more than one owner."""
+        return len(self._owners) > 1
+
     def waiting(self, owner: str) -> int:
         """How many of the owner's items wait."""
         return len(self._owners[owner].waiting) if owner in self._owners else 0
