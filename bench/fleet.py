@@ -144,16 +144,15 @@ class Bench:
         }
         return parse_fleet(document)
 
-    async def run(self, mode: str, tenants: int) -> Measured:
-        """Runs a mode from the first rollout to the last publication."""
+    async def run(self, mode: str, tenants: int, first: int = 0) -> Measured:
+        """Runs tenants from number `first` on, from the first rollout to the last publication."""
         from flows.train_fleet import train_fleet
 
         self.pool.slices = mode == "slices"
-        fleets = [self.fleet(i, 1) for i in range(tenants)] if mode == "sequential" else [self.fleet(0, tenants)]
+        fleet = self.fleet(first, tenants)
         before, started = await self._device(), time.perf_counter()
-        for fleet in fleets:
-            rows = await train_fleet(fleet)
-            assert all("error" not in row for row in rows), rows
+        rows = await train_fleet(fleet)
+        assert all("error" not in row for row in rows), rows
         wall = time.perf_counter() - started
         after = await self._device()
         busy, sampled, scheduling = (now - then for now, then in zip(after, before, strict=True))
@@ -289,14 +288,14 @@ async def measure(workload: Workload, options: argparse.Namespace, folder: Path)
         warm = Bench(with_steps(workload, 1), model, dtype, opened[0], folder / "warm")
         await warm.run("together", min(4, max(options.tenants)))
         for repeat in range(options.repeat):
-            for tenants in options.tenants:
+            # The largest fleet is what the ratios are about; smaller ones are run once, for the curve.
+            for tenants in options.tenants if repeat == 0 else [max(options.tenants)]:
                 note(await bench.run("together", tenants))
-                if repeat == 0 and tenants > 1:
+                if repeat == 0 and 1 < tenants <= options.slices:
                     note(await bench.run("slices", tenants))
         # Jobs one after another are one long run: its first n jobs are the run of n tenants.
         for tenant in range(max(options.tenants)):
-            bench_of_one = await run_one(bench, tenant)
-            note(bench_of_one)
+            note(await run_one(bench, tenant))
         seconds = [await without_orchestration(bench, max(options.tenants)) for _ in range(options.repeat)]
         found.append(
             {
@@ -314,8 +313,7 @@ async def measure(workload: Workload, options: argparse.Namespace, folder: Path)
 
 async def run_one(bench: Bench, tenant: int) -> Measured:
     """Tenant number `tenant` by itself."""
-    bench._runs += 1
-    measured = await bench.run("sequential", 1)
+    measured = await bench.run("sequential", 1, tenant)
     return replace(measured, mode=f"alone-{tenant}")
 
 
@@ -382,6 +380,7 @@ def main() -> None:
     parser.add_argument("--tenants", type=lambda text: [int(n) for n in text.split(",")], default=list(TENANTS))
     parser.add_argument("--steps", type=int, help="of each tenant")
     parser.add_argument("--repeat", type=int, default=3, help="runs of `together`, of which the median counts")
+    parser.add_argument("--slices", type=int, default=8, help="the most tenants that are run in time slices")
     parser.add_argument("--model", help="folder or alias, instead of the small one")
     parser.add_argument(
         "--trl", type=int, default=2, help="how many of the jobs TRL runs; the others are taken to last as long"

@@ -67,7 +67,7 @@ class Workload:
 
 
 _NO_TOOL = Draw(0.0, 0.0, 0.0, 0.0)
-TOOL = Workload("tool", 3, 4, 4, 5, Draw(10, 0.0, 10, 10), Draw(1.0, 0.6, 0.5, 3.0), answer_bytes=8)
+TOOL = Workload("tool", 4, 2, 4, 5, Draw(8, 0.0, 8, 8), Draw(1.0, 0.6, 0.5, 3.0), answer_bytes=8)
 MATH = Workload("math", 3, 4, 8, 1, Draw(24, 0.8, 4, 128), _NO_TOOL)
 WORKLOADS = {w.name: w for w in (TOOL, MATH)}
 

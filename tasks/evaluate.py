@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import platform
+import time
+import uuid
 from datetime import UTC, datetime
 from importlib.metadata import version as installed
 
@@ -20,10 +22,12 @@ from marlaas.tracking import JobRun
 from storage import (
     JobLayout,
     ObjectStore,
+    StageRecord,
     decode_evaluation,
     encode_evaluation,
     read_adapter,
     read_commits,
+    write_stages,
 )
 from tasks.options import STAGE
 
@@ -33,18 +37,29 @@ DECODINGS: tuple[Decoding, ...] = ("base", "greedy", "cold")
 @task(name="evaluate", task_run_name="evaluate-v{version}", **STAGE)
 async def evaluate(store: ObjectStore, layout: JobLayout, record: JobRecord, version: int, pool: Pool) -> None:
     """Writes one Parquet object a decoding."""
-    tenant = record.tenant
+    tenant, started = record.tenant, time.time()
     files = await asyncio.to_thread(read_adapter, store, layout, version)
     environment = open_environment(tenant.environment)
     try:
         examples = await environment.held_out(tenant.evaluation.examples, tenant.evaluation.seed)
         async with pool.lease_files(layout.adapter_name(version), files) as adapter:
-            rows = await decode_examples(pool, environment, tenant, examples, adapter.name)
+            decoded = await decode_examples(pool, environment, tenant, examples, adapter.name)
     finally:
         await environment.close()
-    for decoding, found in rows.items():
+    for decoding, found in decoded.rows.items():
         data = await asyncio.to_thread(encode_evaluation, found)
         await asyncio.to_thread(store.put, layout.evaluation(version, f"{decoding}.parquet"), data)
+    stage = StageRecord(
+        tenant=layout.tenant,
+        job=layout.job,
+        stage="evaluate",
+        step=max(0, version - 1),
+        start=started,
+        end=time.time(),
+        tokens=sum(row.tokens for found in decoded.rows.values() for row in found),
+        device_seconds=decoded.device_seconds,
+    )
+    await asyncio.to_thread(write_stages, store, layout, f"evaluate-v{version}-{uuid.uuid4().hex[:12]}", [stage])
 
 
 @task(name="report", task_run_name="report-v{version}", **STAGE)

@@ -5,7 +5,13 @@ import torch
 
 from marlaas.sampling.cold import cold_logits
 from marlaas_kernels.reference import cold_scores, multi_lora
-from marlaas_kernels.segments import SegmentWeights, multi_lora_, multi_lora_backward
+from marlaas_kernels.segments import (
+    SegmentWeights,
+    StackedTokens,
+    multi_lora_,
+    multi_lora_backward,
+    stacked_lora_,
+)
 
 COLUMNS = [(0, 6), (6, 3)]  # two parts of a fused linear with nine outputs
 
@@ -39,6 +45,32 @@ def test_segments_add_each_tokens_own_delta(seed):
     multi_lora_(y, x, segments)
     torch.testing.assert_close(y, expected)
     assert (reference_delta(x, segments)[[3, 4, 10, 11]] == 0).all(), "tokens of no segment get the base alone"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_stack_of_short_segments_adds_each_tokens_own_delta(seed):
+    generator = torch.Generator().manual_seed(seed)
+    spans, rank, tokens = [(0, 1), (1, 4), (6, 8), (9, 10)], 3, 12  # with tokens of the base between and after
+    a_GRI = torch.randn(4, 2 * rank, 5, generator=generator, dtype=torch.float64)
+    b_GOR = [torch.randn(4, size, rank, generator=generator, dtype=torch.float64) for _, size in COLUMNS]
+    x = torch.randn(tokens, 5, generator=generator, dtype=torch.float64)
+    y = torch.randn(tokens, 9, generator=generator, dtype=torch.float64)
+    segments = [
+        SegmentWeights(start, end, 0.7, a_GRI[g], [b[g] for b in b_GOR], COLUMNS)
+        for g, (start, end) in enumerate(spans)
+    ]
+    expected = y + reference_delta(x, segments)
+    stacked_lora_(y, x, StackedTokens.of(spans, x.device), 0.7, a_GRI, b_GOR, COLUMNS)
+    torch.testing.assert_close(y, expected)
+
+
+def test_a_stacked_segment_that_is_not_a_number_leaves_the_others_alone():
+    x, y = torch.ones(6, 5), torch.zeros(6, 9)
+    a_GRI, b_GOR = torch.ones(3, 4, 5), [torch.ones(3, size, 2) for _, size in COLUMNS]
+    a_GRI[1] = torch.nan
+    stacked_lora_(y, x, StackedTokens.of([(0, 1), (1, 4), (4, 6)], x.device), 1.0, a_GRI, b_GOR, COLUMNS)
+    assert y[[0, 4, 5]].isfinite().all()
+    assert y[1:4].isnan().all()
 
 
 def test_backward_is_the_gradient_of_the_definition():

@@ -70,6 +70,22 @@ def test_greedy_tokens_and_logprobs_of_a_mixed_batch_are_those_of_peft_alone(tin
     assert len({tuple(s.tokens) for s in samples[:4]}) == 4, "the adapters must change what is said"
 
 
+def test_many_adapters_of_one_shape_say_in_a_batch_what_each_says_alone(tiny):
+    """Short segments of equal shape are one batch of products; alone, an adapter is a segment by itself."""
+    many = {f"t{i}/x/v1": random_adapter(tiny, 4, i) for i in range(9)}
+    many |= {f"q{i}/x/v1": random_adapter(tiny, 2, 20 + i, ("q_proj", "down_proj")) for i in range(4)}
+    wanted = [
+        request(tiny, f"hello {i % 3}", name, Decoding.COLD if i % 5 == 0 else Decoding.GREEDY)
+        for i, name in enumerate([*many, None, *many])
+    ]
+    together = serve(NativeSampler(tiny, resident(tiny, many, slots=20), 32, 64), wanted)
+    for ask, got in zip(wanted, together, strict=True):
+        alone = serve(NativeSampler(tiny, resident(tiny, many, slots=2), 2, 64), [ask])[0]
+        assert got.tokens == alone.tokens
+        assert got.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+    assert len({tuple(s.tokens) for s in together}) > 10, "the adapters must differ"
+
+
 def test_cold_is_the_plain_two_model_definition(tiny, adapters, peft):
     wanted = [
         request(tiny, p, a, Decoding.COLD, alpha=alpha, beta=beta)
