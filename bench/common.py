@@ -18,7 +18,7 @@ from rich.table import Table
 
 __all__ = ["machine", "median", "table", "versions", "write_json"]
 
-PACKAGES = ("marlaas", "torch", "transformers", "peft", "prefect", "mlflow", "pyarrow")
+PACKAGES = ("marlaas", "torch", "transformers", "peft", "prefect", "mlflow", "pyarrow", "simpy")
 
 
 def machine() -> dict[str, Any]:

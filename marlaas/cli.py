@@ -318,8 +318,20 @@ def _result_table(rows: list[dict[str, Any]]) -> None:
         table.add_row(row["tenant"], *numbers, str(row.get("examples", "-")), row["adapter"])
     console.print(table)
     for row in rows:
+        if told := _counted(row):
+            console.print(f"{row['tenant']}: {told}", markup=False, soft_wrap=True, highlight=False)
         if "error" in row:
             errors.print(f"{row['tenant']} failed: {row['error']}", style="red", markup=False, soft_wrap=True)
+
+
+def _counted(row: dict[str, Any]) -> str:
+    """What did not go as it should in a tenant's rollouts; empty if nothing."""
+    words = {
+        "environment_failures": "conversations failed in their environment",
+        "dropped_conversations": "finished conversations were left out, since they were alone in their group",
+        "split_conversations": "conversations became several samples, since the chat template rewrites earlier turns",
+    }
+    return "; ".join(f"{row[name]} {text}" for name, text in words.items() if row.get(name))
 
 
 def _where(fleet: FleetSpec, prefect: str, mlflow: str, stopping: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -38,7 +39,7 @@ class ServiceCurves(BaseModel):
     @classmethod
     def _ascending(cls, points: tuple[Point, ...]) -> tuple[Point, ...]:
         where = [x for x, _ in points]
-        if any(a >= b for a, b in zip(where, where[1:], strict=False)):
+        if any(a >= b for a, b in pairwise(where)):
             raise ValueError(f"the points' first numbers are {where}; they must ascend")
         return points
 
@@ -52,9 +53,7 @@ class ServiceCurves(BaseModel):
 
     def train_seconds(self, tokens: int, updates: int) -> float:
         """A training pass of so many tokens that ends so many updates."""
-        return (
-            self.train_fixed_seconds + tokens * self.train_seconds_per_token + updates * self.update_fixed_seconds
-        )
+        return self.train_fixed_seconds + tokens * self.train_seconds_per_token + updates * self.update_fixed_seconds
 
     def scaled(self, factor: float) -> ServiceCurves:
         """The curves of a device that is `factor` times as fast in everything; the host stays as it is."""

@@ -28,7 +28,7 @@ R = TypeVar("R", bound=RowLike)
 
 @dataclass(frozen=True, slots=True)
 class Batch(Generic[R]):
-    """A step's rows. starting: those whose pending tokens, `prefill` in all, are computed in it. whole: nobody waits."""
+    """A step's rows. starting: those whose pending tokens are computed in it, `prefill` in all. whole: nobody waits."""
 
     decoding: list[R]
     starting: list[R]
@@ -71,6 +71,7 @@ class FairRows(Generic[R]):
         self._decoding: list[tuple[float, int]] = []
         self._fresh: list[tuple[float, int]] = []
         self._contended = False
+        self._virtual = 0.0  # where the first token of the last fair choice started
         self._count = self._fresh_count = 0
 
     def __len__(self) -> int:
@@ -82,7 +83,7 @@ class FairRows(Generic[R]):
         if flow is None:
             flow = self._flows[row.tenant] = _Flow(row.weight)
             if self._contended:
-                flow.tag = max(self._left_at.pop(row.tenant, 0.0), self._virtual_time())
+                flow.tag = max(self._left_at.pop(row.tenant, 0.0), self._virtual)
                 heapq.heappush(self._fresh, (flow.tag, row.tenant))
         flow.fresh.append(row)
         self._count += 1
@@ -98,7 +99,7 @@ class FairRows(Generic[R]):
         return self._fair_choice()
 
     def advance(self, batch: Batch[R], steps: int) -> list[R]:
-        """Counts the steps' tokens; returns the rows whose turn ended, which are no longer here. steps: 1 unless steady."""
+        """Counts the steps' tokens; returns the rows whose turn ended, which have left. steps: 1 unless steady."""
         for row in batch.starting:
             row.pending = 0
             flow = self._flows[row.tenant]
@@ -136,7 +137,9 @@ class FairRows(Generic[R]):
             queues = [q for q in ((self._decoding, self._fresh, turn) if may_start else (self._decoding, turn)) if q]
             if not queues:
                 break
-            _, tenant = heapq.heappop(min(queues))
+            tag, tenant = heapq.heappop(min(queues))
+            if not rows:
+                self._virtual = tag
             flow, got = self._flows[tenant], taken.get(tenant, 0)
             for _ in range(self._max_rows - rows if self._by_tenant else 1):
                 if got < len(flow.decoding):
@@ -168,9 +171,6 @@ class FairRows(Generic[R]):
             elif self._contended:
                 heapq.heappush(self._decoding if flow.decoding else self._fresh, (flow.tag, tenant))
 
-    def _virtual_time(self) -> float:
-        return min((queue[0][0] for queue in (self._decoding, self._fresh) if queue), default=0.0)
-
     def _contend(self) -> None:
         if not self._contended:
             self._contended = True
@@ -181,7 +181,7 @@ class FairRows(Generic[R]):
 
     def _settle(self) -> None:
         if self._contended:
-            self._contended = False
+            self._contended, self._virtual = False, 0.0
             self._left_at.clear()
             for flow in self._flows.values():
                 flow.tag = 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container
+from collections.abc import Container, Iterator
 
 import torch
 
@@ -22,6 +22,9 @@ class PagedAdapters:
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
 
     def __getitem__(self, name: str) -> Resident:
         """The slot of an adapter that is resident."""

@@ -171,7 +171,9 @@ class Engine:
         def drop() -> None:
             prefix, gone = job + "/", RequestError(f"{job} was closed")
             self.sampler.cancel(lambda r: r.adapter is not None and r.adapter.startswith(prefix), gone)
-            self.sampler.queue.forget(job.split("/")[0])
+            tenant = job.split("/")[0]
+            if not any(name.startswith(tenant + "/") for name in self.sampler.adapters):
+                self.sampler.queue.forget(tenant)
 
         return self.submit(drop)
 

@@ -132,12 +132,12 @@ class NativeSampler:
     def step(self) -> None:
         """Admits what fits and gives every request in the batch its next token, in one forward pass."""
         started = time.perf_counter()
-        new = self._admit()
-        if not self._running and not new:
+        self._admit()
+        if not self._running:
             return
         computing = time.perf_counter()
         self.scheduling_seconds += computing - started
-        layout = self._layout(new)
+        layout = self._layout()
         device = self.base.transformer.device
         hidden = self.base.transformer.hidden_states(
             torch.tensor(layout.tokens, device=device),
@@ -145,7 +145,6 @@ class NativeSampler:
             PartsAttention(layout.parts),
             self._lora(layout.segments),
         )
-        self._running += new
         rows = [row for item in self._running for row in item.rows]
         for item in self._running:
             for row in item.rows:
@@ -175,24 +174,23 @@ class NativeSampler:
 
     # Admission
 
-    def _admit(self) -> list[Generation]:
+    def _admit(self) -> None:
         """Gives places to those whose turn it is, and takes places from those who hold more than their share."""
-        new: list[Generation] = []
+        old = list(self._running)
         prompts: set[Hashable] = set()
         tokens = 0
         while tokens < PREFILL_TOKENS:
             item = self.queue.take(self._fits)
             if item is None:
-                if self._preempt():
+                if self._preempt(old):
                     continue
                 break
+            self._running.append(item)
             self._enter(item)
             for row in item.rows:
                 key = row if row.length else (row.adapter, item.request.prompt)
                 tokens += 0 if key in prompts else len(item.content) - row.length
                 prompts.add(key)
-            new.append(item)
-        return new
 
     @property
     def _places(self) -> int:
@@ -210,19 +208,23 @@ class NativeSampler:
         cap, adapter = self.adapter_caps.get(item.request.owner), item.request.adapter
         if cap is None or adapter is None:
             return True
-        mine = {i.request.adapter for i in self._running if i.request.owner == item.request.owner}
-        return adapter in mine or len(mine - {None}) < cap
+        mine = {row.adapter for row in self._rows if row.adapter and row.adapter.startswith(item.request.owner + "/")}
+        return adapter in mine or len(mine) < cap
 
-    def _preempt(self) -> bool:
-        """Takes a request out of the batch for one whose owner has a smaller share of it; False: nobody has to go."""
+    def _preempt(self, candidates: list[Generation]) -> bool:
+        """Takes one of the candidates out of the batch for a request whose owner has a smaller share of it.
+
+        False: nobody has to go.
+        """
         head = self.queue.head()
         if head is None or len(self._rows) + len(head.rows) <= self._places:
             return False
         victim = self.queue.victim(head.request.owner)
-        mine = [item for item in self._running if item.request.owner == victim]
+        mine = [item for item in candidates if item.request.owner == victim]
         if not mine:
             return False
         item = min(mine, key=lambda item: len(item.content))
+        candidates.remove(item)
         self._running.remove(item)
         for row in item.rows:
             row.parked = self._cache.take_out(row.index, row.length)
@@ -249,9 +251,9 @@ class NativeSampler:
 
     # The forward pass
 
-    def _layout(self, new: Sequence[Generation]) -> PassLayout:
-        """Rows that lack one token decode; rows that lack several and whole prompts, all of `new`, come after them."""
-        item_of = {row: item for item in [*self._running, *new] for row in item.rows}
+    def _layout(self) -> PassLayout:
+        """Rows that lack one token decode; rows that lack several and whole prompts come after them."""
+        item_of = {row: item for item in self._running for row in item.rows}
         kinds: dict[str, list[tuple[Row, Generation]]] = {"decode": [], "extend": [], "prefill": []}
         for row in self._rows:
             missing = len(item_of[row].content) - row.length

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
+import yaml
 from fleets import MODEL, POOL, SMALL, game
 
 from flows.train_fleet import train_fleet
@@ -115,3 +116,28 @@ def test_an_actor_killed_in_the_middle_loses_nothing(address, on_one_device, tmp
     assert killed
     assert all("error" not in row for row in rows), rows
     same_results(on_one_device, wanted)
+
+
+@pytest.mark.slow
+def test_the_commands_start_a_pool_that_a_run_uses_and_stop_it(tmp_path, fleet_of, marlaas):
+    wanted = fleet(fleet_of, tmp_path, "commanded")
+    file = tmp_path / "fleet.yaml"
+    file.write_text(yaml.safe_dump(wanted.model_dump(mode="json")))
+    said, _ = marlaas("pool", "up", file, "--rollout", 1, "--train", 1).communicate(timeout=120)
+    assert "train-0: tiny-random" in said
+    line = said.strip().splitlines()[-1]
+    assert line == f"marlaas run {file} --pool ray://127.0.0.2:10001"
+    running = marlaas("run", file, "--pool", line.split()[-1])
+    said, errors = running.communicate(timeout=200)
+    assert running.returncode == 0, errors
+    store = wanted.store.open()
+    for tenant in wanted.tenants:
+        assert committed_steps(store, JobLayout(tenant.name, "commanded")) == list(range(tenant.steps))
+    said, _ = marlaas("pool", "down").communicate(timeout=60)
+    assert said.strip() == "the pool is stopped"
+    said, _ = marlaas("pool", "down").communicate(timeout=60)
+    assert said.strip() == "no pool was running"
+    refused = marlaas("run", file, "--pool", line.split()[-1])
+    _, errors = refused.communicate(timeout=120)
+    assert refused.returncode == 1
+    assert "pool.address: ray://127.0.0.2:10001 is not a Ray cluster that can be reached" in errors
