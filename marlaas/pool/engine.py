@@ -8,7 +8,7 @@ import statistics
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from marlaas.devices import reuse_freed_memory
-from marlaas.errors import AdapterError, JobNotOpen, MarlaasError, ModelError, PoolClosed, RequestError
+from marlaas.errors import AdapterError, BatchError, JobNotOpen, MarlaasError, ModelError, PoolClosed, RequestError
 from marlaas.lora import AdapterBank, AdapterLayout, AdapterShape, PagedAdapters, export_peft
 from marlaas.models import BaseModel, Progress, load_base_model
 from marlaas.pool.policy import DeviceLoad, should_train
@@ -33,7 +33,7 @@ _FORGET_WAITING_SECONDS = 5.0  # a job that waits for admission asks again more 
 _REMEMBERED_UPDATES = 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _PendingUpdate:
     batch: TrainingBatch
     future: Future[UpdateResult]
@@ -113,10 +113,11 @@ class Engine:
         done: Future[Sample] = Future()
 
         def ask() -> None:
-            try:
-                self.sampler.submit(request, lambda outcome: _settle(done, outcome))
-            except MarlaasError as error:
-                _settle(done, error)
+            with self._scheduling():
+                try:
+                    self.sampler.submit(request, lambda outcome: _settle(done, outcome))
+                except MarlaasError as error:
+                    _settle(done, error)
 
         self.submit(ask)
         return done
@@ -229,9 +230,8 @@ class Engine:
             return
         loaded.set_result(None)
         while self._run_calls(wait=not self._waiting and not self._under_way and not self.sampler.busy):
-            started = time.perf_counter()
-            train = should_train(self._load_now(), self._spec.coalesce_seconds)
-            self._scheduling_seconds += time.perf_counter() - started
+            with self._scheduling():
+                train = should_train(self._load_now(), self._spec.coalesce_seconds)
             if train:
                 self._train()
             elif self.sampler.busy:
@@ -242,10 +242,8 @@ class Engine:
 
     def _run_calls(self, wait: bool) -> bool:
         """Runs what was asked for, waiting for the first if there is nothing else to do; False: close."""
-        started = time.perf_counter()
         try:
             call = self._calls.get(block=wait)
-            started = time.perf_counter()
             while True:
                 if call is None:
                     return False
@@ -253,8 +251,13 @@ class Engine:
                 call = self._calls.get(block=False)
         except queue.Empty:
             return True
-        finally:
-            self._scheduling_seconds += time.perf_counter() - started
+
+    @contextlib.contextmanager
+    def _scheduling(self) -> Iterator[None]:
+        """Counts the time as spent in deciding."""
+        started = time.perf_counter()
+        yield
+        self._scheduling_seconds += time.perf_counter() - started
 
     def _load_now(self) -> DeviceLoad:
         queue, now = self.sampler.queue, time.monotonic()
@@ -301,11 +304,16 @@ class Engine:
                 self._under_way[job] = pending
             except MarlaasError as error:
                 self._finish(pending, error)
+            except Exception as error:  # whoever asked gets it; the device thread goes on
+                failure = BatchError(f"{job}: the update did not begin: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+                self._finish(pending, failure)
             self._waiting.remove(pending)
-        jobs_of: dict[str, list[str]] = {}
-        for job in self.trainer.active:
-            jobs_of.setdefault(self._owner(job), []).append(job)
-        order = [job for owner in self.sampler.queue.order(list(jobs_of)) for job in jobs_of[owner]]
+        with self._scheduling():
+            jobs_of: dict[str, list[str]] = {}
+            for job in self.trainer.active:
+                jobs_of.setdefault(self._owner(job), []).append(job)
+            order = [job for owner in self.sampler.queue.order(list(jobs_of)) for job in jobs_of[owner]]
         step = self.trainer.step(order)
         for job, seconds in step.seconds.items():
             owner = self._owner(job)

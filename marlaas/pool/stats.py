@@ -27,7 +27,7 @@ class TenantStats:
 class DeviceStats:
     """One device. Seconds only grow; batch_fill is the running share of `max_sequences`.
 
-    scheduling_seconds: of the device thread, spent in deciding and not in computing.
+    scheduling_seconds: of the device thread, spent in taking requests in and in deciding who is next.
     """
 
     name: str

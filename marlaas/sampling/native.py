@@ -224,10 +224,10 @@ class NativeSampler:
         if not mine:
             return False
         item = min(mine, key=lambda item: len(item.content))
-        candidates.remove(item)
-        self._running.remove(item)
         for row in item.rows:
             row.parked = self._cache.take_out(row.index, row.length)
+        candidates.remove(item)
+        self._running.remove(item)
         self._vacate(item)
         self.queue.put_back(item.request.owner, item)
         return True
@@ -296,11 +296,12 @@ class NativeSampler:
             outcome = self._outcome(item)
             if outcome is not None:
                 finished.append((item, outcome))
+        for item, _ in finished:
+            self._keep(item)  # may want memory that is not there: then all are still in the batch
         if finished:
             gone = {id(item) for item, _ in finished}
             self._running = [item for item in self._running if id(item) not in gone]
         for item, sample in finished:
-            self._keep(item)
             self._leave(item)
             item.on_done(sample)
 
