@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from bench import simulate as command
 from bench.simulation import Mode, PoolModel, ServiceCurves, WorkloadSpec, read_curves, simulate
+from bench.simulation.device import Device
 from bench.simulation.rows import FairRows
 from bench.workloads import TOOL, Draw
 
@@ -173,6 +174,16 @@ def test_work_is_conserved(changes):
     assert result.busy["shared"] == pytest.approx(1.0)
     assert result.device_seconds == pytest.approx(result.wall_seconds)
     assert result.wall_seconds > result.sampled_tokens * min(curves.decode_seconds(n, 0) / n for n in range(1, 9))
+
+
+@pytest.mark.parametrize("changes", [{}, {"trainers": 1}, {"decode_between": 3}, {"max_sequences": 9}])
+def test_a_run_of_steps_is_what_its_single_steps_are(changes, monkeypatch):
+    job, pool = random_workload(), PoolModel(devices=2, **changes)
+    runs = simulate(CURVES, job, 5, pool)
+    monkeypatch.setattr(Device, "_steps", lambda self, batch, seconds, now: 1)
+    single = simulate(CURVES, job, 5, pool)
+    assert runs.tenant_seconds == pytest.approx(single.tenant_seconds)
+    assert runs.device_seconds == pytest.approx(single.device_seconds)
 
 
 def test_equal_tenants_finish_together():

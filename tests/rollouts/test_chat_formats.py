@@ -17,7 +17,7 @@ from marlaas.specs import ModelSpec, PoolSpec
 from storage import decode_rollouts, encode_rollouts
 from tasks.update import training_batch
 
-POOL = PoolSpec(max_rank=8, max_adapters=2, max_sequences=16, max_sequence_tokens=320, train_tokens=512, threads=1)
+POOL = PoolSpec(max_rank=8, max_adapters=2, max_sequences=16, max_sequence_tokens=640, train_tokens=1024, threads=1)
 EXAMPLE = Example("one", "first?", "1", {})
 THOUGHT = "<think>\nhm\n</think>\n\nyes"
 
@@ -27,15 +27,17 @@ APPENDS = HEAD + "{{ m['content'] }}" + TAIL
 TRIMS = HEAD + "{{ m['content'] | trim }}" + TAIL
 # Qwen3's rule: reasoning is shown of the turns since the user last spoke; the very last turn always has a think block.
 QWEN3 = (
-    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}"
-    "{% endif %}{% endfor %}" + HEAD + "{% set parts = m['content'].split('</think>') %}"
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}" + HEAD + "{% set parts = m['content'].split('</think>') %}"
     "{% set thought = parts[0].split('<think>')[-1].strip('\n') if parts | length > 1 else '' %}"
     "{% if m['role'] == 'assistant' and loop.index0 > ns.last and (loop.last or thought) %}"
     "<think>\n{{ thought }}\n</think>\n\n{{ parts[-1].lstrip('\n') }}"
     "{% elif m['role'] == 'assistant' %}{{ parts[-1].lstrip('\n') }}{% else %}{{ m['content'] }}{% endif %}" + TAIL
 )
 # The same family with thinking switched off: what the assistant is asked to continue is not what history shows.
-NO_THINKING = APPENDS.replace("<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif")
+NO_THINKING = APPENDS.replace(
+    "<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif"
+)
 
 
 class Asks:
@@ -217,6 +219,7 @@ async def test_what_the_real_policy_says_is_trained_on_once_with_stops_of_every_
     assert_trained_once(found, said)
     reasons = {sample.finish_reason for turns in said.values() for _, sample in turns}
     assert reasons == {FinishReason.STOP, FinishReason.LENGTH}
+    await pool.stats()  # it is asked after the sessions were ended, and answered then
     assert pool._engine.sampler.prefixes.tokens == 0
 
 
@@ -242,23 +245,23 @@ async def test_a_conversation_that_outgrows_the_pool_is_counted_and_the_others_o
 
         async def step(self, example, messages, completion):
             self.calls += 1
-            self.answer = "x" * 400 if self.calls == 2 else "go on"
+            self.answer = "x" * 700 if self.calls == 2 else "go on"
             return await super().step(example, messages, completion)
 
     found = await roll_out(pool, APPENDS, Unequal(turns=2), size=4)
     [(reason, count)] = found.failures.items()
-    assert reason == "the conversation on example one outgrew pool.max_sequence_tokens 320"
+    assert reason == "the conversation on example one outgrew pool.max_sequence_tokens 640"
     assert count == 1
     assert len(found.rollouts) == 3
     assert found.dropped == 0
     del said[next(session for session, turns in said.items() if len(turns) == 1)]
     assert_trained_once(found, said)
-    await pool.stats()  # sessions are ended before it answers
+    await pool.stats()
     assert pool._engine.sampler.prefixes.tokens == 0
 
 
 async def test_the_last_turns_are_sampled_with_the_room_that_is_left(pool, said):
-    await roll_out(pool, APPENDS, Asks(turns=3, answer="x" * 92), max_tokens=30)
+    await roll_out(pool, APPENDS, Asks(turns=3, answer="x" * 260), max_tokens=30)
     for turns in said.values():
         for turn, (request, _) in enumerate(turns):
             left = POOL.max_sequence_tokens - len(request.prompt)
@@ -269,7 +272,7 @@ async def test_the_last_turns_are_sampled_with_the_room_that_is_left(pool, said)
 
 async def test_a_rewriting_template_has_the_room_of_each_turn_by_itself(pool, script):
     """What is forgotten takes no room: as one sequence these turns would not fit."""
-    reply = "<think>\n" + "h" * 200 + "\n</think>\n\nyes"
+    reply = "<think>\n" + "h" * 450 + "\n</think>\n\nyes"
     script(*[reply] * 3)
     found = await roll_out(pool, QWEN3, Asks("user"))
     assert len(found.rollouts) == 6

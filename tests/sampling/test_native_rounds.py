@@ -41,7 +41,7 @@ class Rounds:
             return
         adapter = f"{owner}/x/v{self.versions[owner]}" if self.below(8) else None
         decoding = self.one_of([d for d in Decoding if adapter or d != Decoding.COLD])
-        context = [3 + self.below(250) for _ in range(1 + self.below(6))]
+        context = [3 + self.below(250) for _ in range(1 + self.below(6))] if self.below(3) else [5, 6, 7]
         prompt = [*self.talks.get(session, []), *context]
         if len(prompt) > TOKENS - 12:
             self.end_session(session)

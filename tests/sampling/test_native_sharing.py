@@ -4,6 +4,7 @@ import dataclasses
 import time
 
 import pytest
+import torch
 from engine import random_adapter, resident
 
 from marlaas.attention import KeyValueCache
@@ -95,6 +96,19 @@ def test_a_step_after_a_newcomer_s_arrival_the_places_are_equal_shares_by_weight
         assert (served.running("a"), served.running("b")) == (8 - places, places)
 
 
+def test_equal_shares_of_an_odd_number_of_places_do_not_go_to_and_fro(tiny, adapters):
+    served = Served(tiny, adapters, rows=7)
+    served.submit(*(ask("a", i) for i in range(10)))
+    served.step()
+    served.submit(*(ask("b", i) for i in range(10)))
+    served.step()
+    inside = set(map(id, served.sampler._running))
+    assert (served.running("a"), served.running("b")) == (4, 3)
+    for _ in range(6):
+        served.step()
+        assert set(map(id, served.sampler._running)) == inside
+
+
 def test_a_higher_priority_takes_all_places_it_wants_and_gives_them_back(tiny, adapters, assert_undisturbed):
     served = Served(tiny, adapters)
     served.sampler.queue.set_share("b", 1.0, None, priority=1)
@@ -103,6 +117,8 @@ def test_a_higher_priority_takes_all_places_it_wants_and_gives_them_back(tiny, a
     served.submit(*(ask("b", i, Decoding.COLD if i else Decoding.GREEDY, 3) for i in range(4)))
     served.step()
     assert (served.running("a"), served.running("b")) == (1, 4), "one place, one and three times two"
+    begun = [bool(item.logprobs) for item in served.sampler.queue._owners["a"].waiting]
+    assert begun == [True] * 7 + [False] * 2, "who had a place gets one before those who had none"
     served.step(6)
     assert served.running("a") == 8
     assert_undisturbed(served)
@@ -143,9 +159,7 @@ def test_cold_gets_its_two_places_even_where_one_is_shared(tiny, adapters):
     assert [len(sample.tokens) for sample in served.finish()] == [24, 24]
 
 
-def test_requests_that_are_cancelled_while_they_are_out_of_the_batch_get_one_answer(
-    tiny, adapters, assert_undisturbed
-):
+def test_requests_that_are_cancelled_while_they_are_out_of_the_batch_get_one_answer(tiny, adapters, assert_undisturbed):
     served = Served(tiny, adapters)
     served.submit(*(ask("a", i) for i in range(8)))
     served.step(4)
@@ -200,16 +214,30 @@ def test_one_slot_serves_any_number_of_adapters_one_after_another(tiny, adapters
     assert_undisturbed(served)
 
 
+def test_the_adapter_that_was_used_longest_ago_makes_room(tiny, adapters):
+    paged = resident(tiny, adapters, slots=2)
+    for name in ("a/x/v1", "b/x/v1", "a/x/v1", "c/x/v1"):
+        assert paged.page_in(name, in_use=())
+    assert (paged["a/x/v1"].slot, paged["c/x/v1"].slot) == (0, 1)
+    assert not paged.page_in("b/x/v1", in_use=("a/x/v1", "c/x/v1"))
+    assert paged.page_in("b/x/v1", in_use=("a/x/v1",))
+    assert torch.equal(paged["b/x/v1"].vector, adapters["b/x/v1"][1])
+    assert torch.equal(paged["a/x/v1"].vector, adapters["a/x/v1"][1])
+
+
 def test_a_cap_on_adapters_counts_those_of_all_the_tenant_s_jobs_and_not_the_base(tiny, adapters):
     versions = adapters | {f"a/{job}/v{n}": random_adapter(tiny, 4, n) for job in "xy" for n in (2, 3)}
     served = Served(tiny, versions, rows=16)
     served.sampler.adapter_caps["a"] = 2
     wanted = [name for name in versions if name[0] == "a"]
+    served.submit(*(ask(name, 1) for name in "bcd"))
     served.submit(*(dataclasses.replace(ask("a", i), adapter=name) for i in range(2) for name in [None, *wanted]))
     seen = 0
     while served.sampler.busy:
         served.step()
-        mine = {row.adapter for row in served.sampler._rows} - {None}
+        mine = {row.adapter for row in served.sampler._rows if (row.adapter or "").startswith("a/")}
+        if served.running("b"):
+            assert len(mine) == 2, "others' adapters do not count"
         assert len(mine) <= 2
         seen = max(seen, len(mine))
     assert seen == 2

@@ -16,11 +16,10 @@ from marlaas.training.losses.truncated import token_loss
 from marlaas.training.metrics import TokenSums
 from marlaas.training.trainer import Trainer, take_rows
 
+ALGORITHMS = {"a": {}, "b": {"name": "truncated"}, "c": {"kl_coefficient": 0.1}, "d": {}}
 SPECS = {
-    f"{name}/x": tenant(name, lora={"rank": 4, "alpha": 8}, seed=i, optimizer={"learning_rate": 1e-2}, **fields)
-    for i, (name, fields) in enumerate(
-        {"a": {}, "b": {"algorithm": {"name": "truncated"}}, "c": {"algorithm": {"kl_coefficient": 0.1}}, "d": {}}.items()
-    )
+    f"{n}/x": tenant(n, lora={"rank": 4, "alpha": 8}, seed=i, optimizer={"learning_rate": 1e-2}, algorithm=fields)
+    for i, (n, fields) in enumerate(ALGORITHMS.items())
 }
 JOBS = list(SPECS)
 SIZE, PASS = 40_000, 48  # a pass is small, so that an update takes several
@@ -84,8 +83,8 @@ def test_an_update_under_way_keeps_its_slot_and_the_next_begins_when_it_is_done(
     assert set(finish(trainer)) == {"a/x"}
     assert trainer.begin(second)
     finish(trainer)
-    assert torch.equal(trainer[("a/x")].stored_weights(), alone(tiny, "a/x", [first]))
-    assert torch.equal(trainer[("b/x")].stored_weights(), alone(tiny, "b/x", [second]))
+    assert torch.equal(trainer["a/x"].stored_weights(), alone(tiny, "a/x", [first]))
+    assert torch.equal(trainer["b/x"].stored_weights(), alone(tiny, "b/x", [second]))
 
 
 def test_weights_and_state_are_those_before_the_update_until_its_last_pass(tiny):
