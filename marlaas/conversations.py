@@ -136,7 +136,12 @@ async def converse(
         for turn in range(MAX_TURNS):
             transcript = run.transcripts[-1]
             transcript.add_context(tokens)
-            room = max_tokens if turn == 0 else min(max_tokens, pool.longest - len(transcript.tokens))
+            room = min(max_tokens, pool.longest - len(transcript.tokens))
+            if turn == 0 and room < max_tokens:
+                raise EnvironmentFailure(
+                    f"the prompt of example {example.id} has {len(tokens)} tokens; with max_tokens {max_tokens} it "
+                    f"does not fit in pool.max_sequence_tokens {pool.longest}"
+                )
             if room < 1:
                 raise EnvironmentFailure(
                     f"the conversation on example {example.id} outgrew pool.max_sequence_tokens {pool.longest}"

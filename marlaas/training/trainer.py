@@ -260,7 +260,10 @@ class Trainer:
         finished = {p.job: self._active[p.job] for p in micro if p.job in self._active and not self._active[p.job].rows}
         for job, ready in finished.items():
             del self._active[job]
-            results[job] = self._apply(job, ready)
+            try:
+                results[job] = self._apply(job, ready)
+            except Exception as error:  # its weights may be half written: the job ends, and resumes from its checkpoint
+                results[job] = BatchError(f"{job}: the optimizer failed: {type(error).__name__}: {error}")
         seconds = time.perf_counter() - started
         shares = {part.job: seconds * part.padded_tokens / total for part in micro}
         for job, ready in [*finished.items(), *self._active.items()]:

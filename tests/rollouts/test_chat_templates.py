@@ -97,3 +97,8 @@ async def test_stop_strings_in_the_middle_of_a_conversation_keep_what_was_sample
 async def test_a_conversation_that_outgrows_the_longest_sequence_is_left_out_and_counted(pool):
     with pytest.raises(EnvironmentFailure, match=r"outgrew pool\.max_sequence_tokens 320"):
         await roll_out(pool, APPENDS, Questions("x" * 400))
+
+
+async def test_a_first_prompt_that_is_too_long_is_left_out_and_says_what_does_not_fit(pool):
+    with pytest.raises(EnvironmentFailure, match=r"with max_tokens 400 it does not fit in pool\.max_seq"):
+        await roll_out(pool, APPENDS, max_tokens=400)

@@ -82,3 +82,14 @@ def test_a_pass_that_raises_ends_the_updates_that_were_in_it_and_no_other(tiny, 
     trainer.begin(random_batch(tiny, "a/x", 2))
     trainer.close("a/x")
     assert trainer.active == []
+
+
+def test_an_optimizer_that_fails_ends_its_own_update_and_no_other(tiny, monkeypatch):
+    trainer = Trainer(tiny, 2, 40_000, 4096)
+    for name in "ab":
+        trainer.open(f"{name}/x", tenant(name, lora={"rank": 4, "alpha": 8}))
+    apply = trainer._apply
+    monkeypatch.setattr(trainer, "_apply", lambda job, ready: 1 / 0 if job == "a/x" else apply(job, ready))
+    results = trainer.update([random_batch(tiny, f"{name}/x", 1) for name in "ab"])
+    assert "the optimizer failed: ZeroDivisionError" in str(results["a/x"])
+    assert results["b/x"].version == 1
