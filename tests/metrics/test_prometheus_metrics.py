@@ -153,7 +153,7 @@ def fake_pool(monkeypatch):
     class Pool(FakePool):
         pass
 
-    monkeypatch.setattr(flows.runtime, "LocalPool", Pool)
+    monkeypatch.setattr(flows.runtime, "open_pool", Pool)
     return Pool
 
 
@@ -232,7 +232,7 @@ async def test_a_model_that_does_not_load_leaves_no_server(port, monkeypatch):
     def broken(model, spec, progress):
         raise MarlaasError("no such model")
 
-    monkeypatch.setattr(flows.runtime, "LocalPool", broken)
+    monkeypatch.setattr(flows.runtime, "open_pool", broken)
     with pytest.raises(MarlaasError, match="no such model"):
         async with Runtime().pool(ModelSpec(), PoolSpec(metrics_port=port)):
             pass

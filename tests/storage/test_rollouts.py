@@ -140,7 +140,7 @@ def rewritten(change):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda t: t.replace_schema_metadata({**t.schema.metadata, b"marlaas.version": b"2"}),
+        lambda t: t.replace_schema_metadata({**t.schema.metadata, b"marlaas.version": b"1"}),
         lambda t: t.replace_schema_metadata({**t.schema.metadata, b"marlaas.kind": b"evaluations"}),
         lambda t: t.replace_schema_metadata(None),
         lambda t: t.drop_columns(["text"]),
