@@ -6,26 +6,24 @@ page they are put into decides on light or dark; text stays text. The same data 
 
 from __future__ import annotations
 
-import io
 import re
-import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Literal
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from marlaas.drawing import GRID, INK, MUTED, drawing, frame, inline_element, svg_document
 from marlaas.evaluation.schema import DecodingResult
 from marlaas.evaluation.statistics import CommonAnswer
 from marlaas.evaluation.wording import LABELS, percent
 
 COLOURS: Mapping[str, str] = {
-    "ink": "#1c2430",
-    "muted": "#5d6878",
-    "grid": "#e1e5eb",
+    "ink": INK,
+    "muted": MUTED,
+    "grid": GRID,
     "base": "#8a94a3",
     "greedy": "#2a6fdb",
     "cold": "#d3700f",
@@ -39,15 +37,7 @@ HEALTH: Mapping[str, str] = {
 _SIZE = (4.4, 3.3)
 _SMALL_SIZE = (3.3, 1.9)
 SMOOTH_FROM = 40
-_STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "marlaas",
-    "font.family": "DejaVu Sans",
-    "font.size": 10,
-    "text.parse_math": False,
-}
-# Matplotlib reads these settings from a table of the process while it draws, so only one thread may.
-_drawing = threading.Lock()
+_FONT_SIZE = 10
 
 
 def reward_figure(curve: Sequence[Mapping[str, float]]) -> str:
@@ -56,7 +46,7 @@ def reward_figure(curve: Sequence[Mapping[str, float]]) -> str:
     Every point needs "step" and "reward_mean"; "reward_std" and "saturated_share" are drawn where they are. From
     SMOOTH_FROM points on, the thick line and its band are moving averages.
     """
-    with _drawing, matplotlib.rc_context(_STYLE):
+    with drawing(_FONT_SIZE):
         saturated = any("saturated_share" in point for point in curve)
         figure = Figure(figsize=_SIZE, layout="constrained")
         if saturated:
@@ -72,7 +62,7 @@ def reward_figure(curve: Sequence[Mapping[str, float]]) -> str:
 
 def accuracy_figure(results: Sequence[DecodingResult], commonest: CommonAnswer | None) -> str:
     """Accuracy by decoding with its interval, and a dashed line at the commonest answer's share."""
-    with _drawing, matplotlib.rc_context(_STYLE):
+    with drawing(_FONT_SIZE):
         figure = Figure(figsize=_SIZE, layout="constrained")
         axes = figure.subplots()
         _frame(axes, grid="x")
@@ -94,7 +84,7 @@ def health_figures(curve: Sequence[Mapping[str, float]]) -> dict[str, str]:
 
 
 def _metric_figure(curve: Sequence[Mapping[str, float]], name: str) -> str:
-    with _drawing, matplotlib.rc_context(_STYLE):
+    with drawing(_FONT_SIZE):
         figure = Figure(figsize=_SMALL_SIZE, layout="constrained")
         axes = figure.subplots()
         _frame(axes)
@@ -159,13 +149,8 @@ def _write(axes: Axes, text: str, x: float, y: float) -> None:
     axes.annotate(text, (x, y), (8, 0), textcoords="offset points", va="center", color=ink, weight="bold")
 
 
-def _frame(axes: Axes, grid: str = "y") -> None:
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(COLOURS["muted"])
-    axes.tick_params(colors=COLOURS["muted"], length=0)
-    axes.xaxis.label.set_color(COLOURS["muted"])
-    axes.grid(axis=grid, color=COLOURS["grid"], linewidth=0.8)  # type: ignore[arg-type]
-    axes.set_axisbelow(True)
+def _frame(axes: Axes, grid: Literal["x", "y"] = "y") -> None:
+    frame(axes, grid)
     axes.margins(x=0.03)
 
 
@@ -187,14 +172,5 @@ def _marker(steps: np.ndarray) -> str:
 
 def _svg(figure: Figure, name: str) -> str:
     """The figure as an `<svg>` element; ids begin with `name`, so that several fit into one page."""
-    buffer = io.StringIO()
-    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{name}-", text)
-    text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
-    for variable, colour in COLOURS.items():
-        text = text.replace(colour, f"var(--{variable}, {colour})")
-    return text.strip()
+    text = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{name}-", svg_document(figure, transparent=True))
+    return inline_element(text, {colour: variable for variable, colour in COLOURS.items()})

@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -20,6 +19,7 @@ from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
 from matplotlib.ticker import MaxNLocator
 
+from marlaas.drawing import GRID, INK, MUTED, drawing, frame, inline_element, svg_document
 from marlaas.timeline.clock import Clock, Interval, clock, length_text, merged
 from marlaas.timeline.runs import Run
 from marlaas.timeline.utilisation import STAGES, spread
@@ -35,12 +35,11 @@ STAGE_COLOURS: Mapping[Stage, str] = {
     "evaluate": "#009e73",
 }
 DEVICE_COLOURS: Mapping[str, str] = {"sampling": STAGE_COLOURS["rollout"], "training": STAGE_COLOURS["update"]}
-_INK, _MUTED, _GRID = "#1c2430", "#5d6878", "#e1e5eb"
 _VARIABLES: Mapping[str, str] = {
-    _INK: "ink",
-    _MUTED: "muted",
-    _GRID: "grid",
-    **{colour: stage for stage, colour in STAGE_COLOURS.items() if colour != _INK},
+    INK: "ink",
+    MUTED: "muted",
+    GRID: "grid",
+    **{colour: stage for stage, colour in STAGE_COLOURS.items() if colour != INK},
 }
 # Lanes of a row, from its top to its bottom, with their heights. Stages of one lane follow each other.
 _LANES: tuple[tuple[tuple[Stage, ...], float], ...] = (
@@ -62,22 +61,12 @@ _BINS = 200
 _DOTS_PER_INCH = 150
 _PAUSES_NAMED = 3
 _UNITS = ((10 * 3600, 3600, "hours"), (600, 60, "minutes"), (0, 1, "seconds"))
-_STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "marlaas",
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "text.parse_math": False,
-}
+_FONT_SIZE = 9
 
 
 def inline_svg(run: Run, devices: int) -> str:
     """The picture as an `<svg>` element for a page that sets the colours. The same run gives the same bytes."""
-    text = _drawn(run, devices, "svg", alone=False).decode()
-    text = re.sub(r' (width|height)="[\d.]+pt"', "", text[text.index("<svg") :], count=2)
-    for colour, variable in _VARIABLES.items():
-        text = text.replace(colour, f"var(--{variable}, {colour})")
-    return text.strip()
+    return inline_element(_drawn(run, devices, "svg", alone=False).decode(), _VARIABLES)
 
 
 def picture(run: Run, devices: int, kind: Literal["png", "svg"]) -> bytes:
@@ -89,7 +78,7 @@ def _drawn(run: Run, devices: int, kind: str, alone: bool) -> bytes:
     """Alone it has a title and stands on white; in a page it has neither."""
     time = clock(run.records)
     _, unit, unit_name = next(u for u in _UNITS if time.wall_seconds >= u[0])
-    with matplotlib.rc_context(_STYLE):
+    with drawing(_FONT_SIZE):
         row = min(max(_ALL_ROWS / len(run.tenants), _LEAST_ROW), _MOST_ROW)
         rows = row * len(run.tenants)
         height = _TITLE * alone + _TOP + rows + _BETWEEN + _PANEL + _BOTTOM
@@ -111,7 +100,7 @@ def _drawn(run: Run, devices: int, kind: str, alone: bool) -> bytes:
         _draw_legend(gantt, {stage: STAGE_COLOURS[stage] for stage in STAGES if stage in used}, _LEGEND_GAP / rows)
         _draw_legend(panel, DEVICE_COLOURS, _LEGEND_GAP / _PANEL)
         if alone:
-            figure.text(left / _WIDTH, 1 - 0.2 / height, _title(run), color=_INK, size=11, weight="bold", va="center")
+            figure.text(left / _WIDTH, 1 - 0.2 / height, _title(run), color=INK, size=11, weight="bold", va="center")
         return _saved(figure, kind, transparent=not alone)
 
 
@@ -136,8 +125,8 @@ def _draw_rows(axes: Axes, tenants: Mapping[str, Sequence[StageRecord]], time: C
     axes.set_ylim(len(tenants), 0)
     step = int(np.ceil(_LABEL_ROW / row))
     names = [_clipped(name) for name in tenants]
-    axes.set_yticks(np.arange(0, len(names), step) + 0.5, names[::step], color=_INK)
-    axes.hlines(range(1, len(names)), 0, 1, transform=axes.get_yaxis_transform(), colors=_GRID, linewidth=0.6, zorder=0)
+    axes.set_yticks(np.arange(0, len(names), step) + 0.5, names[::step], color=INK)
+    axes.hlines(range(1, len(names)), 0, 1, transform=axes.get_yaxis_transform(), colors=GRID, linewidth=0.6, zorder=0)
     axes.tick_params(labelbottom=False)
 
 
@@ -169,18 +158,18 @@ def _draw_busy(axes: Axes, records: Sequence[StageRecord], time: Clock, unit: fl
     axes.stairs(both, edges / unit, baseline=training, fill=True, color=DEVICE_COLOURS["sampling"])
     axes.stairs(training, edges / unit, fill=True, color=DEVICE_COLOURS["training"])
     _frame(axes, grid="both")
-    axes.axhline(100 * devices, color=_INK, linewidth=1, linestyle=(0, (4, 3)))
+    axes.axhline(100 * devices, color=INK, linewidth=1, linestyle=(0, (4, 3)))
     axes.set_ylim(0, 1.06 * max(100 * devices, float(both.max())))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0f}%")
     axes.set_ylabel("busy" if devices == 1 else f"busy, {devices} devices")
-    axes.yaxis.label.set_color(_MUTED)
+    axes.yaxis.label.set_color(MUTED)
 
 
 def _draw_pauses(panels: Sequence[Axes], time: Clock, unit: float) -> None:
     for at in time.seconds([end for _, end in time.pauses]) / unit:
         for axes in panels:
-            axes.axvline(at, color=_MUTED, linewidth=1.2, linestyle=(0, (1, 1.5)))
+            axes.axvline(at, color=MUTED, linewidth=1.2, linestyle=(0, (1, 1.5)))
 
 
 def _axis_text(time: Clock, unit_name: str) -> str:
@@ -203,7 +192,7 @@ def _draw_legend(axes: Axes, colours: Mapping[Any, str], gap: float) -> None:
         bbox_to_anchor=(1, 1 + gap),
         ncols=len(colours),
         frameon=False,
-        labelcolor=_INK,
+        labelcolor=INK,
         borderaxespad=0,
         borderpad=0,
         handlelength=1,
@@ -222,21 +211,13 @@ def _clipped(name: str) -> str:
 
 
 def _frame(axes: Axes, grid: Literal["x", "both"] = "x") -> None:
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(_MUTED)
-    axes.tick_params(colors=_MUTED, length=0)
-    axes.xaxis.label.set_color(_MUTED)
+    frame(axes, grid)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, steps=[1, 2, 5, 10]))
-    axes.grid(axis=grid, color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
 
 
 def _saved(figure: Figure, kind: str, transparent: bool) -> bytes:
-    buffer = io.BytesIO()
     if kind == "png":
+        buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=_DOTS_PER_INCH, transparent=transparent)
         return buffer.getvalue()
-    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    figure.savefig(buffer, format="svg", transparent=transparent, metadata=nothing)
-    text = re.sub(r"<metadata>.*?</metadata>", "", buffer.getvalue().decode(), flags=re.DOTALL)
-    return re.sub(r"(\d\.\d\d)\d+", r"\1", text).encode()
+    return re.sub(r"(\d\.\d\d)\d+", r"\1", svg_document(figure, transparent)).encode()
