@@ -6,20 +6,16 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from marlaas.environments import Environment
 from marlaas.errors import MarlaasError
 from marlaas.pool import Pool
-from marlaas.rollouts import Collected, collect
+from marlaas.rollouts import Collected, collect, training_batch
 from marlaas.specs import TenantSpec
-from marlaas.training.batch import TrainingBatch, TrainingSample
 from marlaas.training.trainer import JobState
-from storage import Rollout
 
 RESTART_SECONDS = 0.1
 """How soon a tenant that failed and restarts is back."""
@@ -182,25 +178,6 @@ async def run_tenant(
             task.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
     return runner.result
-
-
-def training_batch(job: str, rollouts: Sequence[Rollout], staleness: int) -> TrainingBatch:
-    """A step's rollouts as the trainer takes them. staleness: in versions."""
-    return TrainingBatch(job, [_sample(rollout) for rollout in rollouts], staleness)
-
-
-def _sample(rollout: Rollout) -> TrainingSample:
-    return TrainingSample(
-        group=rollout.group_id,
-        conversation=rollout.conversation_id,
-        tokens=np.asarray(rollout.token_ids, np.int32),
-        mask=np.asarray(rollout.loss_mask, np.bool_),
-        logprobs=np.asarray(rollout.logprobs, np.float32),
-        reward=rollout.reward,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-    )
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -9,12 +9,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from marlaas.conversations import Conversation, converse
 from marlaas.environments import Environment, Example
 from marlaas.errors import EnvironmentFailure
 from marlaas.pool import AdapterLease, Pool
 from marlaas.sampling.protocol import Decoding, SamplingRequest
 from marlaas.specs import TenantSpec, tool_call_format
+from marlaas.training.batch import TrainingBatch, TrainingSample
 from storage import Rollout
 
 
@@ -157,3 +160,22 @@ async def _roll_out(
         for part, transcript in enumerate(talk.transcripts)
     ]
     return _Finished(group, rollouts, talk)
+
+
+def training_batch(job: str, rollouts: Sequence[Rollout], staleness: float) -> TrainingBatch:
+    """A step's rollouts as the trainer takes them. staleness: in versions."""
+    return TrainingBatch(job, [_training_sample(rollout) for rollout in rollouts], staleness)
+
+
+def _training_sample(rollout: Rollout) -> TrainingSample:
+    return TrainingSample(
+        group=rollout.group_id,
+        conversation=rollout.conversation_id,
+        tokens=np.asarray(rollout.token_ids, np.int32),
+        mask=np.asarray(rollout.loss_mask, np.bool_),
+        logprobs=np.asarray(rollout.logprobs, np.float32),
+        reward=rollout.reward,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+    )

@@ -11,8 +11,8 @@ from prefect import task
 from marlaas.checkpoints import encode_state
 from marlaas.errors import JobTaken
 from marlaas.jobs import Job, RolloutRef
-from marlaas.training.batch import TrainingBatch, TrainingSample
-from storage import Commit, Rollout, StepAlreadyCommitted, decode_rollouts, read_commit, write_commit
+from marlaas.rollouts import training_batch
+from storage import Commit, StepAlreadyCommitted, decode_rollouts, read_commit, write_commit
 from tasks.options import STAGE
 
 
@@ -41,25 +41,6 @@ async def update(job: Job, rollouts: RolloutRef) -> dict[str, float]:
     first = {"reward_first": metrics["reward_mean"]} if rollouts.step == 0 else {}
     job.board.set(job.spec.name, step=rollouts.step + 1, reward=metrics["reward_mean"], **first)
     return metrics
-
-
-def training_batch(job: str, rows: list[Rollout], staleness: float) -> TrainingBatch:
-    """What a step's stored rollouts are to the trainer. staleness: in versions."""
-    return TrainingBatch(job, [_sample(r) for r in rows], staleness)
-
-
-def _sample(row: Rollout) -> TrainingSample:
-    return TrainingSample(
-        group=row.group_id,
-        conversation=row.conversation_id,
-        tokens=row.token_ids,  # type: ignore[arg-type]  # decoded rows hold arrays
-        mask=row.loss_mask,  # type: ignore[arg-type]
-        logprobs=row.logprobs,  # type: ignore[arg-type]
-        reward=row.reward,
-        temperature=row.temperature,
-        top_p=row.top_p,
-        top_k=row.top_k,
-    )
 
 
 def _commit(job: Job, rollouts: RolloutRef, version: int, checkpoint: bytes, metrics: dict[str, float]) -> None:

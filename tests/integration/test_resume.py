@@ -18,9 +18,9 @@ from flows.train_tenant import train_tenant
 from marlaas.checkpoints import decode_state
 from marlaas.errors import JobTaken
 from marlaas.pool import LocalPool
+from marlaas.rollouts import training_batch
 from marlaas.specs import FleetSpec
 from storage import JobLayout, decode_rollouts, list_adapters, open_store, read_adapter, read_commits
-from tasks.update import training_batch
 
 STEPS = 40
 

@@ -11,11 +11,10 @@ from engine import tenant
 from marlaas.environments import Example, Outcome
 from marlaas.errors import EnvironmentFailure
 from marlaas.pool import LocalPool
-from marlaas.rollouts import collect
+from marlaas.rollouts import collect, training_batch
 from marlaas.sampling.protocol import FinishReason, Sample
 from marlaas.specs import ModelSpec, PoolSpec
 from storage import decode_rollouts, encode_rollouts
-from tasks.update import training_batch
 
 POOL = PoolSpec(max_rank=8, max_adapters=2, max_sequences=16, max_sequence_tokens=640, train_tokens=1024, threads=1)
 EXAMPLE = Example("one", "first?", "1", {})
