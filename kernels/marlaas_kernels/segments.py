@@ -49,9 +49,11 @@ class StackedTokens:
     def of(spans: Sequence[tuple[int, int]], device: torch.device) -> StackedTokens:
         """Of segments given as [start, end)."""
         length = max(end - start for start, end in spans)
-        tokens = torch.cat([torch.arange(start, end) for start, end in spans])
-        places = torch.cat([torch.arange(end - start) + g * length for g, (start, end) in enumerate(spans)])
-        return StackedTokens(tokens.to(device), places.to(device), len(spans), length)
+        tokens = [token for start, end in spans for token in range(start, end)]
+        places = [g * length + i for g, (start, end) in enumerate(spans) for i in range(end - start)]
+        return StackedTokens(
+            torch.tensor(tokens, device=device), torch.tensor(places, device=device), len(spans), length
+        )
 
 
 def stacked_lora_(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-import uuid
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,9 +30,8 @@ CLIENT_SECONDS = 30.0  # a client that has been silent for so long is gone
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """What a client wants to know of a device. incarnation: another after each start of its process."""
+    """What a client wants to know of a device."""
 
-    incarnation: str
     process: int
     tokenizer: Any
     stop_ids: frozenset[int]
@@ -68,7 +66,6 @@ class DeviceActor:
             ModelSpec.model_validate(model), spec, name=name, samples=role == "rollout", trains=role == "train"
         )
         self._longest = spec.max_sequence_tokens
-        self._incarnation = uuid.uuid4().hex
         self._clients: dict[str, _Client] = {}
         self._updating: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._results: dict[str, UpdateResult] = {}
@@ -76,7 +73,6 @@ class DeviceActor:
     async def describe(self) -> DeviceInfo:
         base = self._engine.base
         return DeviceInfo(
-            self._incarnation,
             os.getpid(),
             base.tokenizer,
             base.stop_ids,
@@ -157,12 +153,9 @@ class DeviceActor:
     async def update(self, batch: TrainingBatch, version: int) -> tuple[UpdateResult, Trained]:
         """One optimizer step from `version`. Asked again for one that was made, it answers what it did then."""
         async with self._updating[batch.job]:
-            before = self._results.get(batch.job)
-            trained = await self._trained(batch.job)
-            if trained.state.version == version + 1 and before is not None and before.version == version + 1:
-                return before, trained
-            result = await asyncio.wrap_future(self._engine.update(batch))
-            self._results[batch.job] = result
+            result = self._results.get(batch.job)
+            if result is None or result.version != version + 1:
+                result = self._results[batch.job] = await asyncio.wrap_future(self._engine.update(batch))
             return result, await self._trained(batch.job)
 
     async def export(self, job: str) -> dict[str, bytes]:

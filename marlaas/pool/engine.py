@@ -230,8 +230,10 @@ class Engine:
             return
         loaded.set_result(None)
         while self._run_calls(wait=not self._waiting and not self._under_way and not self.sampler.busy):
-            with self._scheduling():
-                train = should_train(self._load_now(), self._spec.coalesce_seconds)
+            train = False
+            if self._waiting or self._under_way:
+                with self._scheduling():
+                    train = should_train(self._load_now(), self._spec.coalesce_seconds)
             if train:
                 self._train()
             elif self.sampler.busy:

@@ -68,13 +68,8 @@ class LocalPool:
         await asyncio.wrap_future(self._engine.close_job(job))
         await asyncio.wrap_future(self._engine.drop_requests(job))
 
-    @contextlib.asynccontextmanager
-    async def lease(self, job: str) -> AsyncIterator[AdapterLease]:
-        held = self._versions.hold(job)
-        try:
-            yield held
-        finally:
-            self._drop(self._versions.release(held.name))
+    def lease(self, job: str) -> contextlib.AbstractAsyncContextManager[AdapterLease]:
+        return self._versions.lease(job, self._drop)
 
     @contextlib.asynccontextmanager
     async def lease_files(self, name: str, files: Mapping[str, bytes]) -> AsyncIterator[AdapterLease]:

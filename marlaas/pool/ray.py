@@ -86,7 +86,6 @@ class _OpenJob:
     spec: TenantSpec
     trainer: _Device
     state: JobState
-    version: int
 
 
 class RayPool:
@@ -96,7 +95,6 @@ class RayPool:
         """Connects to `pool.address`. Raises MarlaasError when there is no pool, or one of another base model."""
         assert pool.address is not None
         self._ray = ray_module()
-        self._address = pool.address
         connect(pool.address)
         names = [
             entry["name"]
@@ -162,7 +160,7 @@ class RayPool:
         while isinstance(trained := await self._ask(trainer, "open_job", self._client, job, spec, state), str):
             on_wait(trained)
             await asyncio.sleep(ADMISSION_SECONDS)
-        self._jobs[job] = _OpenJob(spec, trainer, trained.state, trained.state.version)
+        self._jobs[job] = _OpenJob(spec, trainer, trained.state)
         self._quotas[spec.name] = spec.quota
         for device in self._rollouts:
             await self._ask(device, "set_quota", spec.name, spec.quota)
@@ -179,8 +177,8 @@ class RayPool:
 
     async def update(self, batch: TrainingBatch) -> UpdateResult:
         entry = self._job(batch.job)
-        result, trained = await self._ask_trainer(batch.job, "update", batch, entry.version)
-        entry.state, entry.version = trained.state, result.version
+        result, trained = await self._ask_trainer(batch.job, "update", batch, entry.state.version)
+        entry.state = trained.state
         await self._publish(batch.job, trained)
         return result
 
@@ -209,13 +207,8 @@ class RayPool:
 
     # Adapter versions
 
-    @contextlib.asynccontextmanager
-    async def lease(self, job: str) -> AsyncIterator[AdapterLease]:
-        held = self._versions.hold(job)
-        try:
-            yield held
-        finally:
-            self._drop(self._versions.release(held.name))
+    def lease(self, job: str) -> contextlib.AbstractAsyncContextManager[AdapterLease]:
+        return self._versions.lease(job, self._drop)
 
     @contextlib.asynccontextmanager
     async def lease_files(self, name: str, files: Mapping[str, bytes]) -> AsyncIterator[AdapterLease]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
+from collections.abc import AsyncIterator, Callable
 
 from marlaas.errors import JobNotOpen
 from marlaas.pool.protocol import AdapterLease, adapter_name
@@ -47,6 +49,15 @@ class Versions:
             if self._held[name] == 0:
                 del self._held[name]
             return self._unneeded(name)
+
+    @contextlib.asynccontextmanager
+    async def lease(self, job: str, drop: Callable[[list[str]], None]) -> AsyncIterator[AdapterLease]:
+        """Holds the job's newest version; `drop` gets what nobody needs any more after that. Raises JobNotOpen."""
+        held = self.hold(job)
+        try:
+            yield held
+        finally:
+            drop(self.release(held.name))
 
     def close(self, job: str) -> list[str]:
         """The job is gone."""

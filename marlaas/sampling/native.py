@@ -299,8 +299,8 @@ class NativeSampler:
         for item, _ in finished:
             self._keep(item)  # may want memory that is not there: then all are still in the batch
         if finished:
-            gone = {id(item) for item, _ in finished}
-            self._running = [item for item in self._running if id(item) not in gone]
+            gone = {item for item, _ in finished}
+            self._running = [item for item in self._running if item not in gone]
         for item, sample in finished:
             self._leave(item)
             item.on_done(sample)
@@ -308,16 +308,15 @@ class NativeSampler:
     def _charge(self, seconds: float, layout: PassLayout) -> None:
         """Divides a pass's time among its owners by their tokens, and an owner's among its requests."""
         total, in_batch = sum(layout.sizes.values()), Counter(item.request.owner for item in self._running)
+        shares = {owner: seconds * layout.sizes[owner] / total for owner in in_batch}
         for owner, requests in in_batch.items():
-            share = seconds * layout.sizes[owner] / total
-            self.queue.charge(owner, share)
+            self.queue.charge(owner, shares[owner])
             counts = self.counts[owner]
-            counts.device_seconds += share
+            counts.device_seconds += shares[owner]
             counts.sampled += requests
             counts.prefilled += layout.prefilled[owner]
         for item in self._running:
-            owner = item.request.owner
-            item.device_seconds += seconds * layout.sizes[owner] / total / in_batch[owner]
+            item.device_seconds += shares[item.request.owner] / in_batch[item.request.owner]
 
     def _outcome(self, item: Generation) -> Sample | None:
         request, reason, text = item.request, None, None
