@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
-from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 FAST = {"nogil": True, "cache": True, "fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
@@ -66,7 +65,7 @@ def _pointer(typingctx: Any, address: Any, like: Any) -> Any:
     result = types.CPointer(like.dtype)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], cgutils.voidptr_t)
+        return builder.inttoptr(args[0], context.get_value_type(result))
 
     return result(address, like), codegen
 
@@ -78,9 +77,13 @@ def as_float(value: Any) -> Any:
 
 @overload(as_float)
 def _as_float(value: Any) -> Any:
-    if value == types.uint16:
-        return lambda value: _widen(value)
-    return lambda value: value
+    def of_bits(value: Any) -> Any:
+        return _widen(value)
+
+    def itself(value: Any) -> Any:
+        return value
+
+    return of_bits if value == types.uint16 else itself
 
 
 def from_float(value: Any, like: Any) -> Any:
@@ -90,9 +93,13 @@ def from_float(value: Any, like: Any) -> Any:
 
 @overload(from_float)
 def _from_float(value: Any, like: Any) -> Any:
-    if like.dtype == types.uint16:
-        return lambda value, like: _narrow(np.float32(value))
-    return lambda value, like: np.float32(value)
+    def bits(value: Any, like: Any) -> Any:
+        return _narrow(np.float32(value))
+
+    def itself(value: Any, like: Any) -> Any:
+        return np.float32(value)
+
+    return bits if like.dtype == types.uint16 else itself
 
 
 @njit(inline="always", **FAST)
