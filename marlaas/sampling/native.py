@@ -21,7 +21,7 @@ from marlaas.errors import AdapterMissing, MarlaasError, RequestError
 from marlaas.lora import LoraBatch, PagedAdapters, Segment
 from marlaas.models import BaseModel
 from marlaas.sampling.choice import choose_tokens
-from marlaas.sampling.cpu_passes import SMALL, FlatPass, cpu_passes
+from marlaas.sampling.cpu_passes import FlatPass, cpu_passes
 from marlaas.sampling.passes import Generation, OnDone, PassLayout, Row
 from marlaas.sampling.prefixes import PrefixCache
 from marlaas.sampling.protocol import Decoding, FinishReason, Sample, SamplingRequest
@@ -82,19 +82,29 @@ class NativeSampler:
         longer, and whoever asks for most of them gets most of the device. So tenants who compete share the fewest
         places that give nearly all of the throughput; a tenant by itself has them all.
         """
+        if self._cpu is not None:
+            self._cpu.calibrate(self._calibration_position)
         sizes = [n for n in (2**k for k in range(16)) if n < self._cache.rows] + [self._cache.rows]
         rates = {size: size / min(self._decode_seconds(size) for _ in range(_CALIBRATION_RUNS)) for size in sizes}
         enough = _ENOUGH_THROUGHPUT * max(rates.values())
         self.shared_places = min(size for size, rate in rates.items() if rate >= enough)
 
+    @property
+    def _calibration_position(self) -> int:
+        return min(_CALIBRATION_POSITION, self._cache.tokens - 1)
+
     def _decode_seconds(self, rows: int) -> float:
-        device = self.base.transformer.device
-        tokens = torch.zeros(rows, dtype=torch.long, device=device)
-        positions = torch.full((rows,), min(_CALIBRATION_POSITION, self._cache.tokens - 1), device=device)
         started = time.perf_counter()
-        attend = DecodeAttention(self._cache, torch.arange(rows, device=device), positions)
-        hidden = self.base.transformer.hidden_states(tokens, positions, attend, None)
-        float(self.base.transformer.logits(hidden).sum())  # waits for the device
+        if self._cpu is not None:
+            what = FlatPass.decoding(rows, self._calibration_position)
+            logits = self._cpu.logits(what, list(what.last))
+        else:
+            device = self.base.transformer.device
+            tokens = torch.zeros(rows, dtype=torch.long, device=device)
+            positions = torch.full((rows,), self._calibration_position, device=device)
+            attend = DecodeAttention(self._cache, torch.arange(rows, device=device), positions)
+            logits = self.base.transformer.logits(self.base.transformer.hidden_states(tokens, positions, attend, None))
+        float(logits[:, 0].sum())  # waits for the device
         return time.perf_counter() - started
 
     @property
@@ -144,14 +154,14 @@ class NativeSampler:
         self._extend(logits, computing, layout)
 
     def _goes_flat(self, rows: Sequence[tuple[Row, Generation]]) -> bool:
-        """Whether the processor's kernels take the pass: where they can, but for prompts, which torch attends faster."""
+        """Whether the processor's kernels take the pass: all but prompts, which torch attends faster."""
         if self._cpu is None:
             return False
-        return all(row.length for row, _ in rows) or sum(len(i.content) - r.length for r, i in rows) <= SMALL
+        return all(row.length for row, _ in rows) or sum(len(i.content) - r.length for r, i in rows) <= self._cpu.small
 
     def _flat_pass(self, rows: Sequence[tuple[Row, Generation]]) -> tuple[FlatPass, torch.Tensor]:
         assert self._cpu is not None
-        layout = FlatPass(rows)
+        layout = FlatPass.of(rows)
         logits = self._cpu.logits(layout, [row for row, _ in rows])
         for row, item in rows:
             row.length = len(item.content)

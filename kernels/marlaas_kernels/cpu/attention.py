@@ -92,9 +92,7 @@ def _mix(weight_T: np.ndarray, values_TD: np.ndarray, length: int, out_D: np.nda
 
 
 @njit(**FAST)
-def attend(
-    query_HD: np.ndarray, keys_KTD: np.ndarray, values_KTD: np.ndarray, length: int, out_HD: np.ndarray
-) -> None:
+def attend(query_HD: np.ndarray, keys_KTD: np.ndarray, values_KTD: np.ndarray, length: int, out_HD: np.ndarray) -> None:
     """Softmax attention of one token's fp32 queries to the first `length` positions of a cache row."""
     heads, dim = query_HD.shape
     group = heads // keys_KTD.shape[0]

@@ -13,7 +13,12 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic, overload
 
-FAST = {"nogil": True, "cache": True, "fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
+FAST: dict[str, Any] = {
+    "nogil": True,
+    "cache": True,
+    "fastmath": {"reassoc", "contract", "nsz", "arcp"},
+    "error_model": "numpy",
+}
 
 _LOG2E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693359375)

@@ -1,7 +1,7 @@
 """Over the vocabulary: the draw of tokens, log-probs with entropy, and their gradient, each in a pass or two.
 
 A row of logits stays in the processor's cache from its maximum to its result; nothing as large as the logits is made.
-logits: `[N, V]`, fp32, or bfloat16 as uint16. inverse_N: one over the temperature, fp32. Sums are in fp64 across blocks.
+logits: `[N, V]`, fp32, or bfloat16 as uint16. inverse_N: one over the temperature, fp32. Blocks are summed in fp64.
 """
 
 from __future__ import annotations
