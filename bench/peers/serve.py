@@ -12,22 +12,34 @@ from typing import Any
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
+class Channel:
+    """What a worker is asked and what it says. Standard output is for that only; the rest goes to standard error."""
+
+    def __init__(self) -> None:
+        self.job: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+        self._answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+
+    def say(self, content: dict[str, Any]) -> None:
+        """An answer, or that the worker is ready."""
+        print(json.dumps(content), file=self._answers, flush=True)
+
+    def hear(self) -> dict[str, Any] | None:
+        """The next request; None: there will be none."""
+        line = sys.stdin.readline()
+        return json.loads(line) if line else None
+
+
 def serve(prepare: Callable[[dict[str, Any]], tuple[dict[str, Any], Answer]]) -> None:
-    """Reads the job of the file named on the command line, then answers requests, a line of JSON each, until the input ends.
+    """Answers requests until there are no more.
 
-    prepare: from the job to what is said when all is ready, and the function that answers a request. Standard output
-    is for answers only; what libraries print goes to standard error.
+    prepare: from the job to what is said when all is ready, and the function that answers a request.
     """
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def say(content: dict[str, Any]) -> None:
-        print(json.dumps(content), file=answers, flush=True)
-
-    ready, answer = prepare(json.loads(Path(sys.argv[1]).read_text()))
-    say(ready)
-    for line in sys.stdin:
-        say(answer(json.loads(line)))
+    channel = Channel()
+    ready, answer = prepare(channel.job)
+    channel.say(ready)
+    while (request := channel.hear()) is not None:
+        channel.say(answer(request))
 
 
 def high_water_mark() -> int:
