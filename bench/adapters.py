@@ -18,8 +18,9 @@ def random_adapters(base: BaseModel, count: int, rank: int = RANK) -> tuple[Adap
     """On all linears, scaled by 2: the layout, and `count` vectors in the model's dtype."""
     layout = AdapterLayout(base.transformer, AdapterShape(rank, 2.0 * rank, TARGETS))
     generator = torch.Generator().manual_seed(0)
-    vectors = [torch.randn(layout.size, generator=generator) * _DEVIATION for _ in range(count)]
-    return layout, [vector.to(base.transformer.dtype) for vector in vectors]
+    dtype = base.transformer.dtype
+    vectors = [(torch.randn(layout.size, generator=generator) * _DEVIATION).to(dtype) for _ in range(count)]
+    return layout, vectors
 
 
 def write_adapters(base: BaseModel, layout: AdapterLayout, vectors: list[torch.Tensor], folder: Path) -> list[str]:
