@@ -97,6 +97,8 @@ class Measured:
 
 
 Work = Callable[[], object]
+Inputs = dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]
+"""By the numbers of inputs and outputs of a linear: x, and the y that the deltas are added to."""
 
 
 def measure(ways: Sequence[tuple[Measured, Callable[[], Work]]], runs: int) -> Iterator[Measured]:
@@ -146,17 +148,18 @@ class Lora:
             moved = weights + tokens * features * of.itemsize
             return Measured("lora", side, tokens, of, moved, operations, self._layout.shape.rank, adapters)
 
-        def data(of: torch.dtype) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
-            return {size: (torch.randn(tokens, size[0]).to(of), torch.zeros(tokens, size[1], dtype=of)) for size in sizes}
+        def data(of: torch.dtype) -> Inputs:
+            return {(i, o): (torch.randn(tokens, i).to(of), torch.zeros(tokens, o, dtype=of)) for i, o in sizes}
 
         if runs_here(torch.device("cpu"), dtype):
-            of_kernel = self._kernel(tokens, adapters, data(torch.float32))
+            of_kernel = self.kernel(tokens, adapters, data(torch.float32))
             found.append((measured("kernel", torch.float32), lambda: of_kernel))
-        of_torch = self._torch(tokens, adapters, data(dtype))
+        of_torch = self.torch(tokens, adapters, data(dtype))
         found.append((measured("torch", dtype), lambda: of_torch))
         return found
 
-    def _kernel(self, tokens: int, adapters: int, data: dict[Any, tuple[torch.Tensor, torch.Tensor]]) -> Work:
+    def kernel(self, tokens: int, adapters: int, data: Inputs) -> Work:
+        """The processor's, of fp32 inputs and outputs."""
         from marlaas_kernels.cpu.lora import PARTS, add_lora
 
         layout, spans = self._layout, segments_of(tokens, adapters)
@@ -175,7 +178,8 @@ class Lora:
 
         return run
 
-    def _torch(self, tokens: int, adapters: int, data: dict[Any, tuple[torch.Tensor, torch.Tensor]]) -> Work:
+    def torch(self, tokens: int, adapters: int, data: Inputs) -> Work:
+        """torch's, of inputs and outputs in the model's dtype."""
         spans = segments_of(tokens, adapters)
         segments = [Segment(s, e, self._layout, self._bank_SP[i], slot=i) for i, (s, e) in enumerate(spans)]
 

@@ -209,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=2, help="of every side")
     parser.add_argument("--runs", type=int, default=RUNS, help="of each step and side")
     parser.add_argument("--adapters", type=int, default=MIXED, help="of the mixed step, a group each")
-    parser.add_argument("--samples", type=int, nargs="*", help="of the steps against TRL, instead of the usual ones")
+    parser.add_argument("--samples", type=int, nargs="*", help="of the steps against TRL; none: not against TRL")
     parser.add_argument("--model", default="smollm2-135m-instruct", help="what a fleet's model.source may be")
     options = parser.parse_args(arguments)
     if any(samples % GROUP for samples in options.samples or []):
@@ -222,8 +222,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         bench.one_adapter_and_many(options.adapters * GROUP, options.adapters)
     measured, versions, missing = bench.measured, {}, {}
     try:
-        with_trl, versions = compare_with_trl(options.model, options.threads, options.runs, samples)
-        measured += with_trl
+        if samples:
+            with_trl, versions = compare_with_trl(options.model, options.threads, options.runs, samples)
+            measured += with_trl
     except (subprocess.CalledProcessError, WorkerFailed) as error:
         missing["trl"] = str(error)
         print(f"TRL is not measured: {error}", flush=True)
