@@ -32,7 +32,7 @@ def test_both_sides_add_the_same_deltas(tiny):
 def test_bytes_and_operations_are_counted(tiny):
     lora = Lora(tiny, rank=4, adapters=3)
     kernel, of_torch = (measured for measured, _ in lora.ways(6, 2))
-    assert kernel.operations == of_torch.operations == 2 * 6 * 4 * 2 * (4 * 64 + 2 * 32 + 2 * 64 + 5 * 64 + 128 * 3)
+    assert kernel.operations == of_torch.operations == 2 * 6 * 4 * 2 * 1024  # tokens, rank, layers, a layer's widths
     row = Measured("lora", "kernel", 6, torch.float32, 10**9, 10**10, 4, 2, [0.5]).row(
         Ceilings(4e9, {torch.float32: 1e11})
     )
@@ -61,7 +61,7 @@ def test_ratios_are_medians_of_speeds():
 
 def test_the_command_writes_its_document(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(kernels, "ENOUGH_SECONDS", 0.0)
+    monkeypatch.setattr(kernels, "ENOUGH_SECONDS", 1e-9)
     path = tmp_path / "kernels.json"
     main(["--quick", "--model", "tiny-random", "--threads", "1", "--tokens", "2", "--runs", "1", "--json", str(path)])
     found = json.loads(path.read_text())
