@@ -1,4 +1,4 @@
-"""Adapters with random weights for the benchmarks: as dense as trained ones, and far enough from zero to change replies."""
+"""Adapters with random weights for the benchmarks, far enough from zero to change replies."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from bench.ceilings import matmul_rate, read_bandwidth
 from bench.common import median, table, write_json
 from marlaas.cpu_kernels import as_array, runs_here
 from marlaas.devices import reuse_freed_memory
-from marlaas.lora import AdapterLayout, LoraBatch, Segment
+from marlaas.lora import LoraBatch, Segment
 from marlaas.models import BaseModel, load_base_model
 from marlaas.sampling import choice
 from marlaas.specs import ModelSpec
@@ -43,7 +43,7 @@ from marlaas.training.logprobs import Targets
 
 RUNS = 3
 ENOUGH_SECONDS = 0.05  # of a run; shorter passes are repeated
-HEADLINE = {"lora": (128, RANK, 32)} | {what: (128, 0, 0) for what in ("draw", "logprobs", "gradient")}
+HEADLINE = {"lora": (128, RANK, 32)} | dict.fromkeys(("draw", "logprobs", "gradient"), (128, 0, 0))
 TOKENS = {True: (1, 32, 128), False: (1, 4, 16, 64, 128, 256)}  # by whether it is quick
 RANKS = {True: (8, 16, 64), False: (8, 16, 32, 64)}
 ADAPTERS = {True: (1, 8, 32), False: (1, 4, 8, 32)}

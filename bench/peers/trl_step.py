@@ -64,9 +64,7 @@ def train(channel: Channel) -> None:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             assert step.began is not None
             seconds = time.perf_counter() - step.began
-            channel.say(
-                {"seconds": seconds, "peak_bytes": high_water_mark() - loaded, "trained_tokens": step.tokens}
-            )
+            channel.say({"seconds": seconds, "peak_bytes": high_water_mark() - loaded, "trained_tokens": step.tokens})
             step.began, step.tokens = None, 0
 
     def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Run by the Python of an environment that has `vllm-requirements.txt`, as a worker. The job: model (a folder), adapters
 (folders in PEFT's format), threads, rows (the most sequences at once), tokens (of the longest sequence) and rank. A
-request: prompts (token ids), adapters (an index into the job's for each prompt), tokens (of each completion) and greedy.
+request: prompts (token ids), adapters (an index into the job's for each prompt), tokens (of each completion), greedy.
 
 As somebody who knows it would set it up: bf16, one engine with a place for every adapter and every row, threads bound
 to cores. In its favour: prefix caching is off since no prompt comes twice, text is not decoded, no log-probs are asked

@@ -11,7 +11,7 @@ from bench.decode import ALONE, HEADLINE, NEW, PROMPT, Cell, Measured, agreement
 def test_work_is_dealt_in_turn_and_no_run_repeats_anothers_prompts():
     work = make_work(Cell(5, 2), 1000, seed=0)
     assert work.adapters == [0, 1, 0, 1, 0]
-    assert all(len(prompt) == PROMPT and 64 <= min(prompt) and max(prompt) < 1000 for prompt in work.prompts)
+    assert all(len(prompt) == PROMPT and min(prompt) >= 64 and max(prompt) < 1000 for prompt in work.prompts)
     assert work == make_work(Cell(5, 2), 1000, seed=0)
     assert not set(map(tuple, work.prompts)) & set(map(tuple, make_work(Cell(5, 2), 1000, seed=1).prompts))
 
@@ -64,7 +64,22 @@ def test_peft_is_measured_in_every_way_once_and_then_in_its_fastest():
 def test_the_command_measures_our_side_and_writes_its_document(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     path = tmp_path / "decode.json"
-    main(["--model", "tiny-random", "--threads", "1", "--cells", "1x1", "4x2", "--runs", "1", "--peers", "--json", str(path)])
+    main(
+        [
+            "--model",
+            "tiny-random",
+            "--threads",
+            "1",
+            "--cells",
+            "1x1",
+            "4x2",
+            "--runs",
+            "1",
+            "--peers",
+            "--json",
+            str(path),
+        ]
+    )
     found = json.loads(path.read_text())
     assert found["bench"] == "decode"
     assert found["ratios"].keys() == {"batch1_over_bandwidth"}
