@@ -121,7 +121,7 @@ def vector(address: int, size: int, like: np.ndarray) -> np.ndarray:
 
 @njit(inline="always", **FAST)
 def exponential(x: float) -> float:
-    """e**x for x <= 0, in fp32 and without a call, so that loops over it are vectorised; 0 below -87."""
+    """e**x for x up to about 0, in fp32 and without a call, so that loops over it are vectorised; 0 below -87."""
     clamped = max(x, np.float32(-87.0))
     n = np.floor(clamped * _LOG2E + np.float32(0.5))
     r = clamped - n * _LN2_HIGH - n * _LN2_LOW
