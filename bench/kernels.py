@@ -9,8 +9,9 @@ logprobs and gradient of so many rows of bf16 logits, against their torch defini
 
 Bytes are those that have to be moved once: weights and logits are read, sums are read and written. Operations are
 multiplications and additions. of_bandwidth and of_arithmetic are the shares of a large read and of a large matrix
-product in the side's type, measured in the same run with as many threads; the kernels themselves run on one thread. A
-share of the bandwidth above 1 means that caches helped.
+product in the side's type, measured in the same run with as many threads. A share of the bandwidth above 1 means that
+caches helped. As in the sampler, each of torch's threads takes its own tokens through the LoRA kernel; those of the
+vocabulary run on one.
 
 Ratios are medians over the runs of speeds, the kernel's over torch's, so more is better: lora_over_torch at 128 tokens
 of 32 adapters of rank 16; draw_over_torch, logprobs_over_torch and gradient_over_torch at 128 rows.
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,7 @@ TOKENS = {True: (1, 32, 128), False: (1, 4, 16, 64, 128, 256)}  # by whether it 
 RANKS = {True: (8, 16, 64), False: (8, 16, 32, 64)}
 ADAPTERS = {True: (1, 8, 32), False: (1, 4, 8, 32)}
 ROWS = {True: (1, 128), False: (1, 32, 128, 256, 512)}
+_LEAST_OF_A_THREAD = 8  # tokens, as in the sampler
 COLUMNS = {
     "lora": "what side tokens rank adapters seconds megabytes gigaops of_bandwidth of_arithmetic",
     "vocabulary": "what side tokens seconds megabytes of_bandwidth",
@@ -136,6 +139,7 @@ class Lora:
         self._sites = base.transformer.sites
         self._layout, vectors = random_adapters(base, adapters, rank)
         self._bank_SP = torch.stack(vectors)
+        self._threads = ThreadPoolExecutor(torch.get_num_threads())
 
     def ways(self, tokens: int, adapters: int) -> list[tuple[Measured, Callable[[], Work]]]:
         """Ours and torch's, for so many tokens of the first adapters."""
@@ -160,16 +164,28 @@ class Lora:
 
     def kernel(self, tokens: int, adapters: int, data: Inputs) -> Work:
         """The processor's, of fp32 inputs and outputs."""
+        parts = max(1, min(torch.get_num_threads(), tokens // _LEAST_OF_A_THREAD))
+        runs = [self._part(window, segments_of(tokens, adapters), data) for window in segments_of(tokens, parts)]
+        if len(runs) == 1:
+            return runs[0]
+        return lambda: list(self._threads.map(lambda run: run(), runs))
+
+    def _part(self, window: tuple[int, int], spans: Sequence[tuple[int, int]], data: Inputs) -> Work:
+        """The tokens of a window."""
         from marlaas_kernels.cpu.lora import PARTS, add_lora
 
-        layout, spans = self._layout, segments_of(tokens, adapters)
-        numbers = [(s, e, self._bank_SP[i].data_ptr(), layout.shape.rank, 0) for i, (s, e) in enumerate(spans)]
+        layout, (first, last), rank = self._layout, window, self._layout.shape.rank
+        numbers = [
+            (max(start, first) - first, min(end, last) - first, self._bank_SP[i].data_ptr(), rank, 0)
+            for i, (start, end) in enumerate(spans)
+            if start < last and end > first
+        ]
         segments_GK, like = np.array(numbers, dtype=np.int64), as_array(self._bank_SP[0, :0])
-        scale_G = np.full(adapters, layout.scale, dtype=np.float32)
-        h_TR = np.empty((tokens, PARTS * layout.shape.rank), dtype=np.float32)
+        scale_G = np.full(len(numbers), layout.scale, dtype=np.float32)
+        h_TR = np.empty((last - first, PARTS * rank), dtype=np.float32)
         calls = []
         for site in self._sites:
-            x, y = (tensor.numpy() for tensor in data[site.inputs, site.weight.shape[0]])
+            x, y = (tensor[first:last].numpy() for tensor in data[site.inputs, site.weight.shape[0]])
             calls.append((x, y, layout.table[None, site.layer, layout.site(site).index]))
 
         def run() -> None:
@@ -212,9 +228,9 @@ def vocabulary_ways(what: str, rows: int, vocabulary: int) -> list[tuple[Measure
     def in_torch() -> Work:
         ours = work()
 
-        def run() -> None:
+        def run() -> object:
             with mock.patch.object(choice, "runs_here", _never), mock.patch.object(logprobs, "runs_here", _never):
-                ours()
+                return ours()
 
         return run
 

@@ -14,14 +14,16 @@ def test_tokens_are_dealt_to_the_adapters_as_equally_as_they_can_be():
     assert segments_of(2, 2) == [(0, 1), (1, 2)]
 
 
-def test_both_sides_add_the_same_deltas(tiny):
+@pytest.mark.parametrize("threads", [1, 2])
+def test_both_sides_add_the_same_deltas(tiny, monkeypatch, threads):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     lora = Lora(tiny, rank=4, adapters=3)
     sizes = {(site.inputs, site.weight.shape[0]) for site in tiny.transformer.sites}
-    inputs = {(i, o): torch.randn(7, i) for i, o in sizes}
+    inputs = {(i, o): torch.randn(19, i) for i, o in sizes}
     outputs = []
     for way in (lora.kernel, lora.torch):
-        data = {(i, o): (inputs[i, o], torch.zeros(7, o)) for i, o in sizes}
-        way(7, 3, data)()
+        data = {(i, o): (inputs[i, o], torch.zeros(19, o)) for i, o in sizes}
+        way(19, 3, data)()
         outputs.append(data)
     for size in sizes:
         ours, by_torch = (data[size][1] for data in outputs)
