@@ -5,6 +5,8 @@ python -m bench.decode [--quick] [--threads N] [--cells 1x1 128x32] [--json PATH
 A cell is so many rows under so many adapters of rank 16 on all linears, dealt in turn. Each row has a prompt of 32
 random tokens of its own and samples 32 more at temperature 1, whatever they are. Seconds are from the first submission
 to the last token, prompts included; in each of a cell's runs all sides take the same prompts, one side after another.
+Ours is the native sampler with all rows in one batch: they are one tenant's, as places that tenants compete for are
+dealt by what a pass costs. The cells of the ratios are run three times, the others once, for the curve.
 
 Ratios are medians over the runs, of tokens a second at 128 rows under 32 adapters, so more is better for us:
 ours_over_peft (against the fastest of what PEFT offers, see peers/peft_decode.py), ours_over_vllm_cpu (see
@@ -46,8 +48,10 @@ RUNS = 3
 PEERS = ("peft", "vllm_cpu")
 # PEFT's ways of serving several adapters, and the types that its adapters may have.
 PEFT_WAYS = [{"mode": m, "dtype": d} for m in ("mixed", "swapped") for d in ("float32", "bfloat16")]
+TRIAL_ROWS, TRIAL_TOKENS = 32, 8  # of a try of PEFT's ways
 COLUMNS = ["rows", "adapters", "side", "seconds", "tokens_per_second", "way"]
-_PROBE_SEED, _WARM_SEED = 1_000_000, 1_000_001
+_PROBE_SEED, _WARM_SEED, _TRIAL_SEED = 1_000_000, 1_000_001, 1_000_002
+_PROBE_TOKENS = 8
 _SPECIAL = 64  # the first token ids, of which some have a meaning
 _VLLM_WITHOUT = ("torchvision", "torchaudio", "torchcodec")  # not needed, and torchvision's breaks the import
 
@@ -113,7 +117,7 @@ class Measured:
 
 
 class Ours:
-    """A native sampler with all adapters and the batch's places for the largest cell. One tenant an adapter."""
+    """A native sampler with all adapters, and a place for every row of the largest cell."""
 
     def __init__(self, base: BaseModel, layout: AdapterLayout, vectors: Sequence[torch.Tensor], rows: int) -> None:
         t = base.transformer
@@ -133,7 +137,7 @@ class Ours:
         started = time.perf_counter()
         for row, (prompt, adapter) in enumerate(zip(work.prompts, work.adapters, strict=True)):
             name = None if base_only else _name(adapter)
-            request = SamplingRequest(f"t{adapter}", tuple(prompt), name, decoding, tokens, frozenset(), seed=row)
+            request = SamplingRequest("bench", tuple(prompt), name, decoding, tokens, frozenset(), seed=row)
             self.sampler.submit(request, lambda outcome, row=row: replies.update({row: _tokens(outcome)}))  # type: ignore[misc]
         while self.sampler.busy:
             stepped = time.perf_counter()
@@ -143,7 +147,7 @@ class Ours:
 
 
 def _name(adapter: int) -> str:
-    return f"t{adapter}/bench/v0"
+    return f"bench/{adapter}/v0"
 
 
 def _tokens(outcome: Sample | Exception) -> list[int]:
@@ -164,13 +168,14 @@ class Bench:
 
         Raises RuntimeError when a side's adapters make no difference: then they were not loaded.
         """
-        probe = Work(make_work(ALONE, self.vocabulary, _PROBE_SEED).prompts * 2, [0, 1])
-        replies = {"ours": self.ours.run(probe, decoding=Decoding.GREEDY)[2]}
+        prompts = make_work(Cell(4, 1), self.vocabulary, _PROBE_SEED).prompts
+        probe = Work([*prompts, *prompts], [0] * len(prompts) + [1] * len(prompts))
+        replies = {"ours": self.ours.run(probe, _PROBE_TOKENS, Decoding.GREEDY)[2]}
         for name, peer in self.peers.items():
-            replies[name] = self._ask(peer, probe, greedy=True, **PEFT_WAYS[0])["tokens"]
-        for name, (one, other) in replies.items():
-            if one == other:
-                raise RuntimeError(f"{name}: two adapters give the same reply")
+            replies[name] = self._ask(peer, probe, _PROBE_TOKENS, greedy=True, **PEFT_WAYS[0])["tokens"]
+        for name, of_side in replies.items():
+            if of_side[: len(prompts)] == of_side[len(prompts) :]:
+                raise RuntimeError(f"{name}: two adapters give the same replies")
         return {name: agreement(replies["ours"], replies[name]) for name in self.peers}
 
     def warm_up(self) -> None:
@@ -206,25 +211,41 @@ class Bench:
         sides["base"].runs.append(self.ours.run(work, base_only=True)[0])
 
     def _measure_peer(self, side: Measured, peer: Worker, work: Work) -> None:
-        """The first run takes every way there is; the fastest is the side's from then on."""
-        if side.side != "peft":
-            answers = {"": self._ask(peer, work)}
-        elif side.way is None:
-            ways = [way for way in PEFT_WAYS if len(set(work.adapters)) > 1 or way["mode"] == "swapped"]
-            answers = {json.dumps(way): self._ask(peer, work, **way) for way in ways}
-        else:
-            answers = {side.way: self._ask(peer, work, **json.loads(side.way))}
-        for answer in answers.values():
+        """The first run takes all of PEFT's ways that may be the fastest; the one that is stays the side's."""
+        ways: Sequence[Mapping[str, str]] = [{}]
+        if side.side == "peft":
+            ways = [json.loads(side.way)] if side.way else self._try_ways(side, peer)
+        answers = [self._ask(peer, work, **way) for way in ways]
+        for answer in answers:
             _check_lengths(side.side, answer["tokens"])
-        way, fastest = min(answers.items(), key=lambda item: item[1]["seconds"])
-        if side.way is None and way:
-            side.way = way
-            side.extra["first_run"] = [answer["seconds"] for answer in answers.values()]
+        way, fastest = min(zip(ways, answers, strict=True), key=lambda pair: pair[1]["seconds"])
+        side.way = json.dumps(way) if way else None
         side.runs.append(fastest["seconds"])
+
+    def _try_ways(self, side: Measured, peer: Worker) -> list[dict[str, str]]:
+        """The faster type of each mode on fewer rows; `mixed` alone if it is the fastest, since more rows favour it."""
+        small = trial_cell(side.cell)
+        work = make_work(small, self.vocabulary, _TRIAL_SEED)
+        ways = PEFT_WAYS if small.adapters > 1 else [way for way in PEFT_WAYS if way["mode"] == "swapped"]
+        took = [self._ask(peer, work, TRIAL_TOKENS, **way)["seconds"] for way in ways]
+        side.extra["trial_seconds"] = took
+        ordered = [way for _, way in sorted(zip(took, ways, strict=True), key=lambda pair: pair[0])]
+        if ordered[0]["mode"] == "mixed":
+            return ordered[:1]
+        return [ordered[0], *[way for way in ordered if way["mode"] == "mixed"][:1]]
 
     def _ask(self, peer: Worker, work: Work, tokens: int = NEW, greedy: bool = False, **way: str) -> dict[str, Any]:
         request = {"prompts": work.prompts, "adapters": work.adapters, "tokens": tokens, "greedy": greedy, **way}
         return peer.ask(request)
+
+
+def trial_cell(cell: Cell) -> Cell:
+    """At most TRIAL_ROWS rows, with as many for each adapter as the cell has, but of two adapters if it has several."""
+    if cell.adapters == 1:
+        return Cell(min(cell.rows, TRIAL_ROWS), 1)
+    rows_each = cell.rows // cell.adapters
+    adapters = min(cell.adapters, max(2, TRIAL_ROWS // rows_each))
+    return Cell(rows_each * adapters, adapters)
 
 
 def _check_lengths(side: str, replies: Iterable[Sequence[int]]) -> None:
@@ -268,17 +289,26 @@ def open_peers(
     here = Path(__file__).parent / "peers"
     opened: dict[str, Worker] = {}
     missing: dict[str, str] = {}
+
+    def start(name: str) -> Worker:
+        if name == "peft":
+            return Worker("bench.peers.peft_decode", job, job["threads"])
+        python = peer_python("vllm", read_requirements(here / "vllm-requirements.txt"), _VLLM_WITHOUT)
+        return Worker("bench.peers.vllm_decode", job, job["threads"], python)
+
     for name in names:
         try:
-            if name == "peft":
-                worker = Worker("bench.peers.peft_decode", job, job["threads"])
-            else:
-                python = peer_python("vllm", read_requirements(here / "vllm-requirements.txt"), _VLLM_WITHOUT)
-                worker = Worker("bench.peers.vllm_decode", job, job["threads"], python)
-            opened[name] = stack.enter_context(worker)
-        except (subprocess.CalledProcessError, WorkerFailed) as error:
+            opened[name] = stack.enter_context(start(name))
+        except subprocess.CalledProcessError as error:
             missing[name] = str(error)
-            print(f"{name} is not measured: {error}", flush=True)
+    for name, worker in list(opened.items()):
+        try:
+            _ = worker.ready
+        except WorkerFailed as error:
+            missing[name] = str(error)
+            del opened[name]
+    for name, reason in missing.items():
+        print(f"{name} is not measured: {reason}", flush=True)
     return opened, missing
 
 
@@ -291,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there")
     parser.add_argument("--threads", type=int, default=2, help="of every side")
     parser.add_argument("--cells", type=Cell.of, nargs="+", metavar="ROWSxADAPTERS", help="instead of the usual ones")
-    parser.add_argument("--runs", type=int, default=RUNS, help="of each cell and side")
+    parser.add_argument("--runs", type=int, default=RUNS, help="of the cells of the ratios")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--model", default="smollm2-135m-instruct", help="what a fleet's model.source may be")
     options = parser.parse_args(arguments)
@@ -316,7 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         bench.warm_up()
         agreed = bench.check_sides()
         for cell in cells:
-            bench.measure(cell, options.runs)
+            bench.measure(cell, options.runs if cell in (HEADLINE, ALONE) else 1)
         versions = {name: peer.ready["versions"] for name, peer in peers.items()}
     found = [measured.row() for measured in bench.measured]
     ratios = summary(bench.measured)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,7 +28,7 @@ class WorkerFailed(RuntimeError):
 
 
 class Worker:
-    """A running worker, as a context manager. `ready` is what it said first."""
+    """A running worker, as a context manager."""
 
     def __init__(
         self,
@@ -37,7 +38,8 @@ class Worker:
         python: Path | None = None,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """Starts `python -m module` and waits until it is ready. Raises WorkerFailed."""
+        """Starts `python -m module`; it gets ready by itself. variables: of the environment, besides threads' and
+        the allocator's."""
         self.module = module
         self._job = tempfile.NamedTemporaryFile("w", suffix=".json")  # noqa: SIM115
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
@@ -53,10 +55,15 @@ class Worker:
             stderr=self._errors,
             text=True,
         )
-        self.ready = self._read()
+
+    @cached_property
+    def ready(self) -> dict[str, Any]:
+        """What the worker says when it is ready; waits for that. Raises WorkerFailed."""
+        return self._read()
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The worker's answer. Raises WorkerFailed."""
+        _ = self.ready
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request) + "\n")

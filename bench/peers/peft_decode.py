@@ -28,9 +28,9 @@ def prepare(job: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
 
     torch.set_num_threads(job["threads"])
     base = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.bfloat16)
-    model = PeftModel.from_pretrained(base, job["adapters"][0], adapter_name="a0")
+    model = PeftModel.from_pretrained(base, job["adapters"][0], adapter_name="a0", low_cpu_mem_usage=True)
     for i, folder in enumerate(job["adapters"][1:], 1):
-        model.load_adapter(folder, adapter_name=f"a{i}")
+        model.load_adapter(folder, adapter_name=f"a{i}", low_cpu_mem_usage=True)
     model.eval()
     matrices = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
 

@@ -37,6 +37,11 @@ def test_agreement_ends_at_the_first_token_that_differs():
     assert agreement([[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 9, 4], [5, 6, 7, 8]]) == 6 / 8
 
 
+def test_peft_is_tried_on_fewer_rows_with_as_many_for_each_adapter():
+    tried = [decode.trial_cell(Cell(*sizes)) for sizes in ((1, 1), (256, 1), (8, 8), (128, 32), (256, 8))]
+    assert tried == [Cell(1, 1), Cell(32, 1), Cell(8, 8), Cell(32, 8), Cell(64, 2)]
+
+
 class Peft:
     """A worker that takes longer or shorter in its different ways."""
 
@@ -45,20 +50,29 @@ class Peft:
 
     def ask(self, request):
         way = request["mode"], request["dtype"]
-        self.asked.append(way)
-        return {"seconds": self.seconds[way], "tokens": [[7] * NEW for _ in request["prompts"]]}
+        self.asked.append(way if request["tokens"] == NEW else "trial")
+        return {"seconds": self.seconds[way], "tokens": [[7] * request["tokens"] for _ in request["prompts"]]}
 
 
-def test_peft_is_measured_in_every_way_once_and_then_in_its_fastest():
-    seconds = {("mixed", "float32"): 4.0, ("mixed", "bfloat16"): 3.0, ("swapped", "float32"): 5.0}
+@pytest.mark.parametrize(
+    ("swapped", "first", "chosen"),
+    [
+        (5.0, [("mixed", "bfloat16")], ("mixed", "bfloat16")),
+        (2.0, [("swapped", "float32"), ("mixed", "bfloat16")], ("swapped", "float32")),
+    ],
+)
+def test_peft_is_measured_in_its_fastest_way_and_in_both_modes_where_more_rows_could_favour_the_other(
+    swapped, first, chosen
+):
+    seconds = {("mixed", "float32"): 4.0, ("mixed", "bfloat16"): 3.0, ("swapped", "float32"): swapped}
     peer = Peft(seconds | {("swapped", "bfloat16"): 6.0})
     bench = decode.Bench(None, {}, 1000)
     side = Measured(Cell(4, 2), "peft")
     for run in range(3):
         bench._measure_peer(side, peer, make_work(Cell(4, 2), 1000, run))
-    assert len(peer.asked) == 4 + 2
-    assert side.runs == [3.0, 3.0, 3.0]
-    assert json.loads(side.way) == {"mode": "mixed", "dtype": "bfloat16"}
+    assert peer.asked == ["trial"] * 4 + first + [chosen] * 2
+    assert side.runs == [seconds[chosen]] * 3
+    assert tuple(json.loads(side.way).values()) == chosen
 
 
 def test_the_command_measures_our_side_and_writes_its_document(tmp_path, monkeypatch):

@@ -33,7 +33,7 @@ def test_a_worker_that_fails_says_why(variables):
     ):
         worker.ask({})
     with pytest.raises(WorkerFailed, match=r"(?s)doubles ended with 1:.*KeyError: 'factor'"):
-        Worker("doubles", {}, threads=1, variables=variables)
+        _ = Worker("doubles", {}, threads=1, variables=variables).ready
 
 
 def test_the_peak_is_of_what_came_after_it_was_forgotten():
