@@ -5,7 +5,7 @@ python -m bench.train_step [--quick] [--threads N] [--json PATH]
 A step is so many samples in groups of 8: prompts of 64 random tokens, completions of 32, half of a group rewarded. Both
 sides go from the samples to the stepped weights of adapters of rank 16 on all linears of SmolLM2-135M in bf16, in
 processes of their own; in each run they take the same samples, one side after another. TRL's side is
-`peers/trl_step.py`; it runs the step in one pass and, as is its default, in passes of 8 samples.
+`peers/trl_step.py`; it runs the step in passes of 8 samples, as is its default, and in one pass (--quick: that once).
 
 Ratios are medians over the runs. mixed_over_single: seconds of 256 samples of 32 adapters over those of one adapter.
 ours_over_peft: tokens a second at 64 samples over those of the faster of TRL's ways, so more is better for us.
@@ -65,13 +65,13 @@ class Measured:
         }
 
 
-def make_step(samples: int, vocabulary: int, seed: int) -> dict[str, Any]:
+def make_step(samples: int, vocabulary: int, seed: int, prompt: int = PROMPT, new: int = NEW) -> dict[str, Any]:
     """Prompts, one a group, completions and rewards, one a sample: random tokens, every other sample rewarded."""
     rng = np.random.default_rng([seed, samples])
     low = min(_SPECIAL, vocabulary // 2)
     return {
-        "prompts": rng.integers(low, vocabulary, (samples // GROUP, PROMPT)).tolist(),
-        "completions": rng.integers(low, vocabulary, (samples, NEW)).tolist(),
+        "prompts": rng.integers(low, vocabulary, (samples // GROUP, prompt)).tolist(),
+        "completions": rng.integers(low, vocabulary, (samples, new)).tolist(),
         "rewards": [float(i % 2) for i in range(samples)],
     }
 
@@ -80,6 +80,7 @@ class Bench:
     """Our worker, and what is measured so far."""
 
     def __init__(self, ours: Worker, runs: int) -> None:
+        """runs: of each step and side."""
         self.ours, self.runs = ours, runs
         self.measured: list[Measured] = []
         self._vocabulary: int = ours.ready["vocabulary"]
@@ -87,7 +88,8 @@ class Bench:
     def one_adapter_and_many(self, samples: int, adapters: int) -> None:
         """Steps with as many tokens of one adapter and of many, in turns."""
         sides = [Measured("ours", samples, n) for n in (1, adapters)]
-        self._ours(sides[1], seed=self.runs)  # opens the jobs, of which the single adapter's is one
+        # Opens all jobs, with little work; the single adapter's is one of them.
+        self.ours.ask({"jobs": adapters, **make_step(samples, self._vocabulary, self.runs, prompt=4, new=2)})
         for run in range(self.runs):
             for side in sides if run % 2 == 0 else reversed(sides):
                 side.runs.append(self._ours(side, run)["seconds"])
@@ -178,21 +180,25 @@ def trl_job(model: str, threads: int, samples: int, microbatch: int) -> dict[str
 
 
 def compare_with_trl(
-    model: str, threads: int, runs: int, samples: Sequence[int]
+    model: str, threads: int, runs: Mapping[int, int], samples: Sequence[int]
 ) -> tuple[list[Measured], Mapping[str, Any]]:
-    """Both sides at each number of samples, in each of TRL's ways, with fresh processes; and the peer's versions."""
+    """Both sides at each number of samples, in each of TRL's ways, with fresh processes; and the peer's versions.
+
+    runs: by samples of a pass of TRL.
+    """
     here = Path(__file__).parent / "peers"
     python = peer_python("trl", read_requirements(here / "trl-requirements.txt"))
     measured: list[Measured] = []
     versions: Mapping[str, Any] = {}
     for count in samples:
         for microbatch in (PASS, min(count, AGAINST_TRL)):
+            times = runs[PASS] if microbatch == PASS else runs[AGAINST_TRL]
             job = trl_job(model, threads, count, microbatch)
             with (
                 our_worker(model, threads) as ours,
                 Worker("bench.peers.trl_step", job, threads, python) as peer,
             ):
-                bench = Bench(ours, runs)
+                bench = Bench(ours, times)
                 bench.against_trl(peer, trl_name(microbatch), count)
                 measured += bench.measured
                 versions = peer.ready["versions"]
@@ -204,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.train_step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="against TRL at 64 samples only")
+    parser.add_argument("--quick", action="store_true", help="against TRL at 64 samples only, in one pass once")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there")
     parser.add_argument("--threads", type=int, default=2, help="of every side")
     parser.add_argument("--runs", type=int, default=RUNS, help="of each step and side")
@@ -221,9 +227,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         bench = Bench(ours, options.runs)
         bench.one_adapter_and_many(options.adapters * GROUP, options.adapters)
     measured, versions, missing = bench.measured, {}, {}
+    runs = {PASS: options.runs, AGAINST_TRL: 1 if options.quick else options.runs}
     try:
         if samples:
-            with_trl, versions = compare_with_trl(options.model, options.threads, options.runs, samples)
+            with_trl, versions = compare_with_trl(options.model, options.threads, runs, samples)
             measured += with_trl
     except (subprocess.CalledProcessError, WorkerFailed) as error:
         missing["trl"] = str(error)
