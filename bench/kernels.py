@@ -10,7 +10,7 @@ logprobs and gradient of so many rows of bf16 logits, against their torch defini
 Bytes are those that have to be moved once: weights and logits are read, sums are read and written. Operations are
 multiplications and additions. of_bandwidth and of_arithmetic are the shares of a large read and of a large matrix
 product in the side's type, measured in the same run with as many threads. A share of the bandwidth above 1 means that
-caches helped. As in the sampler, each of torch's threads takes its own tokens through the LoRA kernel; those of the
+caches helped, one of the arithmetic that torch's own product leaves some of it. As in the sampler, each of torch's threads takes its own tokens through the LoRA kernel; those of the
 vocabulary run on one.
 
 Ratios are medians over the runs of speeds, the kernel's over torch's, so more is better: lora_over_torch at 128 tokens
@@ -52,8 +52,8 @@ ADAPTERS = {True: (1, 8, 32), False: (1, 4, 8, 32)}
 ROWS = {True: (1, 128), False: (1, 32, 128, 256, 512)}
 _LEAST_OF_A_THREAD = 8  # tokens, as in the sampler
 COLUMNS = {
-    "lora": "what side tokens rank adapters seconds megabytes gigaops of_bandwidth of_arithmetic",
-    "vocabulary": "what side tokens seconds megabytes of_bandwidth",
+    "lora": "what side tokens rank adapters milliseconds megabytes gigaops of_bandwidth of_arithmetic",
+    "vocabulary": "what side tokens milliseconds megabytes of_bandwidth",
 }
 
 
@@ -92,7 +92,11 @@ class Measured:
         seconds = median(self.runs)
         of_lora = {"rank": self.rank, "adapters": self.adapters} if self.rank else {}
         row = {"what": self.what, "side": self.side, "tokens": self.tokens, **of_lora, "seconds": seconds}
-        row |= {"megabytes": self.bytes / 1e6, "of_bandwidth": self.bytes / seconds / ceilings.bandwidth}
+        row |= {
+            "milliseconds": 1e3 * seconds,
+            "megabytes": self.bytes / 1e6,
+            "of_bandwidth": self.bytes / seconds / ceilings.bandwidth,
+        }
         if self.operations is not None:
             of_arithmetic = self.operations / seconds / ceilings.arithmetic[self.dtype]
             row |= {"gigaops": self.operations / 1e9, "of_arithmetic": of_arithmetic}
