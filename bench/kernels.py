@@ -9,9 +9,9 @@ logprobs and gradient of so many rows of bf16 logits, against their torch defini
 
 Bytes are those that have to be moved once: weights and logits are read, sums are read and written. Operations are
 multiplications and additions. of_bandwidth and of_arithmetic are the shares of a large read and of a large matrix
-product in the side's type, measured in the same run with as many threads. A share of the bandwidth above 1 means that
-caches helped, one of the arithmetic that torch's own product leaves some of it. As in the sampler, each of torch's threads takes its own tokens through the LoRA kernel; those of the
-vocabulary run on one.
+product in the side's type, by torch in the same run with as many threads. More than 1 of the bandwidth means that
+caches helped, and of the arithmetic that torch's own product leaves some. As in the sampler, each of torch's threads
+takes its own tokens through the LoRA kernel; those of the vocabulary run on one.
 
 Ratios are medians over the runs of speeds, the kernel's over torch's, so more is better: lora_over_torch at 128 tokens
 of 32 adapters of rank 16; draw_over_torch, logprobs_over_torch and gradient_over_torch at 128 rows.
