@@ -6,7 +6,8 @@ A cell is so many rows under so many adapters of rank 16 on all linears, dealt i
 random tokens of its own and samples 32 more at temperature 1, whatever they are. Seconds are from the first submission
 to the last token, prompts included; in each of a cell's runs all sides take the same prompts, one side after another.
 Ours is the native sampler with all rows in one batch: they are one tenant's, as places that tenants compete for are
-dealt by what a pass costs. The cells of the ratios are run three times, the others once, for the curve.
+dealt by what a pass costs. The cells of the ratios are run three times, the others once, for the curve. With --quick,
+128 rows are run twice, since a peer takes a minute or more for a run, and the curve has a point of ours only.
 
 Ratios are medians over the runs, of tokens a second at 128 rows under 32 adapters, so more is better for us:
 ours_over_peft (against the fastest of what PEFT offers, see peers/peft_decode.py), ours_over_vllm_cpu (see
@@ -44,11 +45,11 @@ from marlaas.sampling.protocol import Decoding, Sample, SamplingRequest
 from marlaas.specs import ModelSpec
 
 PROMPT = NEW = 32  # tokens
-RUNS = 3
+RUNS, QUICK_RUNS = 3, 2
 PEERS = ("peft", "vllm_cpu")
 # PEFT's ways of serving several adapters, and the types that its adapters may have.
 PEFT_WAYS = [{"mode": m, "dtype": d} for m in ("mixed", "swapped") for d in ("float32", "bfloat16")]
-TRIAL_ROWS, TRIAL_TOKENS = 32, 8  # of a try of PEFT's ways
+TRIAL_ROWS, TRIAL_TOKENS = 16, 8  # of a try of PEFT's ways
 COLUMNS = ["rows", "adapters", "side", "seconds", "tokens_per_second", "way"]
 _PROBE_SEED, _WARM_SEED, _TRIAL_SEED = 1_000_000, 1_000_001, 1_000_002
 _PROBE_TOKENS = 8
@@ -72,7 +73,7 @@ class Cell:
         return Cell(rows, adapters)
 
 
-HEADLINE, ALONE = Cell(128, 32), Cell(1, 1)
+HEADLINE, ALONE = Cell(128, 32), Cell(1, 1)  # the cells of the ratios
 QUICK = [ALONE, Cell(32, 8), HEADLINE]
 FULL = [Cell(rows, adapters) for rows in (1, 8, 32, 128, 256) for adapters in (1, 8, 32) if adapters <= rows]
 
@@ -99,7 +100,7 @@ class Measured:
     cell: Cell
     side: str
     runs: list[float] = field(default_factory=list)
-    way: str | None = None
+    way: Mapping[str, str] | None = None
     extra: dict[str, list[float]] = field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:
@@ -110,7 +111,7 @@ class Measured:
             "side": self.side,
             "seconds": seconds,
             "tokens_per_second": self.cell.rows * NEW / seconds,
-            "way": self.way,
+            "way": " ".join(self.way.values()) if self.way else None,
             "runs": self.runs,
             **self.extra,
         }
@@ -188,13 +189,14 @@ class Bench:
                 for way in PEFT_WAYS:
                     self._ask(peer, work, tokens=2, **way)
 
-    def measure(self, cell: Cell, runs: int) -> None:
+    def measure(self, cell: Cell, runs: int, with_peers: bool = True) -> None:
         """So many runs of a cell on every side."""
-        sides = {name: Measured(cell, name) for name in ("ours", "base", *self.peers)}
+        peers = self.peers if with_peers else {}
+        sides = {name: Measured(cell, name) for name in ("ours", "base", *peers)}
         for run in range(runs):
             work = make_work(cell, self.vocabulary, run)
             self._measure_ours(sides, work, alone=cell == ALONE)
-            for name, peer in self.peers.items():
+            for name, peer in peers.items():
                 self._measure_peer(sides[name], peer, work)
         self.measured += sides.values()
         for side in sides.values():
@@ -214,12 +216,12 @@ class Bench:
         """The first run takes all of PEFT's ways that may be the fastest; the one that is stays the side's."""
         ways: Sequence[Mapping[str, str]] = [{}]
         if side.side == "peft":
-            ways = [json.loads(side.way)] if side.way else self._try_ways(side, peer)
+            ways = [side.way] if side.way else self._try_ways(side, peer)
         answers = [self._ask(peer, work, **way) for way in ways]
         for answer in answers:
             _check_lengths(side.side, answer["tokens"])
         way, fastest = min(zip(ways, answers, strict=True), key=lambda pair: pair[1]["seconds"])
-        side.way = json.dumps(way) if way else None
+        side.way = way or None
         side.runs.append(fastest["seconds"])
 
     def _try_ways(self, side: Measured, peer: Worker) -> list[dict[str, str]]:
@@ -346,7 +348,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         bench.warm_up()
         agreed = bench.check_sides()
         for cell in cells:
-            bench.measure(cell, options.runs if cell in (HEADLINE, ALONE) else 1)
+            of_ratio = cell in (HEADLINE, ALONE)
+            most = QUICK_RUNS if options.quick and cell == HEADLINE else options.runs
+            bench.measure(cell, min(options.runs, most) if of_ratio else 1, of_ratio or not options.quick)
         versions = {name: peer.ready["versions"] for name, peer in peers.items()}
     found = [measured.row() for measured in bench.measured]
     ratios = summary(bench.measured)
