@@ -7,7 +7,8 @@ random tokens of its own and samples 32 more at temperature 1, whatever they are
 to the last token, prompts included; in each of a cell's runs all sides take the same prompts, one side after another.
 Ours is the native sampler with all rows in one batch: they are one tenant's, as places that tenants compete for are
 dealt by what a pass costs. The cells of the ratios are run three times, the others once, for the curve. With --quick,
-128 rows are run twice, since a peer takes a minute or more for a run, and the curve has a point of ours only.
+128 rows are run twice, since a peer takes a minute or more for a run, and the curve has a point of ours only. PEFT is
+left out beyond 128 rows: its prompts' pass needs 16 GB at 256, for the reason given in peers/peft_decode.py.
 
 Ratios are medians over the runs, of tokens a second at 128 rows under 32 adapters, so more is better for us:
 ours_over_peft (against the fastest of what PEFT offers, see peers/peft_decode.py), ours_over_vllm_cpu (see
@@ -49,6 +50,7 @@ RUNS, QUICK_RUNS = 3, 2
 PEERS = ("peft", "vllm_cpu")
 # PEFT's ways of serving several adapters, and the types that its adapters may have.
 PEFT_WAYS = [{"mode": m, "dtype": d} for m in ("mixed", "swapped") for d in ("float32", "bfloat16")]
+PEFT_ROWS = 128  # at most
 TRIAL_ROWS, TRIAL_TOKENS = 16, 8  # of a try of PEFT's ways
 COLUMNS = ["rows", "adapters", "side", "seconds", "tokens_per_second", "way"]
 _PROBE_SEED, _WARM_SEED, _TRIAL_SEED = 1_000_000, 1_000_001, 1_000_002
@@ -191,7 +193,8 @@ class Bench:
 
     def measure(self, cell: Cell, runs: int, with_peers: bool = True) -> None:
         """So many runs of a cell on every side."""
-        peers = self.peers if with_peers else {}
+        peers = {name: peer for name, peer in self.peers.items() if name != "peft" or cell.rows <= PEFT_ROWS}
+        peers = peers if with_peers else {}
         sides = {name: Measured(cell, name) for name in ("ours", "base", *peers)}
         for run in range(runs):
             work = make_work(cell, self.vocabulary, run)
