@@ -51,7 +51,7 @@ PEERS = ("peft", "vllm_cpu")
 # PEFT's ways of serving several adapters, and the types that its adapters may have.
 PEFT_WAYS = [{"mode": m, "dtype": d} for m in ("mixed", "swapped") for d in ("float32", "bfloat16")]
 PEFT_ROWS = 128  # at most
-TRIAL_ROWS, TRIAL_TOKENS = 16, 8  # of a try of PEFT's ways
+TRIAL_ROWS, TRIAL_TOKENS = 24, 8  # of a try of PEFT's ways
 COLUMNS = ["rows", "adapters", "side", "seconds", "tokens_per_second", "way"]
 _PROBE_SEED, _WARM_SEED, _TRIAL_SEED = 1_000_000, 1_000_001, 1_000_002
 _PROBE_TOKENS = 8

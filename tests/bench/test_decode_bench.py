@@ -39,7 +39,7 @@ def test_agreement_ends_at_the_first_token_that_differs():
 
 def test_peft_is_tried_on_fewer_rows_with_as_many_for_each_adapter():
     tried = [decode.trial_cell(Cell(*sizes)) for sizes in ((1, 1), (256, 1), (8, 8), (128, 32), (256, 8))]
-    assert tried == [Cell(1, 1), Cell(16, 1), Cell(8, 8), Cell(16, 4), Cell(64, 2)]
+    assert tried == [Cell(1, 1), Cell(24, 1), Cell(8, 8), Cell(24, 6), Cell(64, 2)]
 
 
 class Peft:
