@@ -175,7 +175,7 @@ class Bench:
         probe = Work([*prompts, *prompts], [0] * len(prompts) + [1] * len(prompts))
         replies = {"ours": self.ours.run(probe, _PROBE_TOKENS, Decoding.GREEDY)[2]}
         for name, peer in self.peers.items():
-            replies[name] = self._ask(peer, probe, _PROBE_TOKENS, greedy=True, **PEFT_WAYS[0])["tokens"]
+            replies[name] = self._ask(peer, probe, _PROBE_TOKENS, PEFT_WAYS[0], greedy=True)["tokens"]
         for name, of_side in replies.items():
             if of_side[: len(prompts)] == of_side[len(prompts) :]:
                 raise RuntimeError(f"{name}: two adapters give the same replies")
@@ -189,7 +189,7 @@ class Bench:
             self.ours.run(work, tokens=4, base_only=True)
             for peer in self.peers.values():
                 for way in PEFT_WAYS:
-                    self._ask(peer, work, tokens=2, **way)
+                    self._ask(peer, work, 2, way)
 
     def measure(self, cell: Cell, runs: int, with_peers: bool = True) -> None:
         """So many runs of a cell on every side."""
@@ -220,7 +220,7 @@ class Bench:
         ways: Sequence[Mapping[str, str]] = [{}]
         if side.side == "peft":
             ways = [side.way] if side.way else self._try_ways(side, peer)
-        answers = [self._ask(peer, work, **way) for way in ways]
+        answers = [self._ask(peer, work, NEW, way) for way in ways]
         for answer in answers:
             _check_lengths(side.side, answer["tokens"])
         way, fastest = min(zip(ways, answers, strict=True), key=lambda pair: pair[1]["seconds"])
@@ -232,16 +232,17 @@ class Bench:
         small = trial_cell(side.cell)
         work = make_work(small, self.vocabulary, _TRIAL_SEED)
         ways = PEFT_WAYS if small.adapters > 1 else [way for way in PEFT_WAYS if way["mode"] == "swapped"]
-        took = [self._ask(peer, work, TRIAL_TOKENS, **way)["seconds"] for way in ways]
+        took = [self._ask(peer, work, TRIAL_TOKENS, way)["seconds"] for way in ways]
         side.extra["trial_seconds"] = took
         ordered = [way for _, way in sorted(zip(took, ways, strict=True), key=lambda pair: pair[0])]
         if ordered[0]["mode"] == "mixed":
             return ordered[:1]
         return [ordered[0], *[way for way in ordered if way["mode"] == "mixed"][:1]]
 
-    def _ask(self, peer: Worker, work: Work, tokens: int = NEW, greedy: bool = False, **way: str) -> dict[str, Any]:
-        request = {"prompts": work.prompts, "adapters": work.adapters, "tokens": tokens, "greedy": greedy, **way}
-        return peer.ask(request)
+    def _ask(
+        self, peer: Worker, work: Work, tokens: int, way: Mapping[str, str], greedy: bool = False
+    ) -> dict[str, Any]:
+        return peer.ask({"prompts": work.prompts, "adapters": work.adapters, "tokens": tokens, "greedy": greedy, **way})
 
 
 def trial_cell(cell: Cell) -> Cell:

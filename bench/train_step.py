@@ -19,7 +19,7 @@ import argparse
 import contextlib
 import json
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,7 +153,7 @@ def trl_name(microbatch: int) -> str:
 
 
 @contextlib.contextmanager
-def our_worker(model: str, threads: int) -> Any:
+def our_worker(model: str, threads: int) -> Iterator[Worker]:
     """Our side's process."""
     job = {
         "model": model,
@@ -226,7 +226,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with our_worker(options.model, options.threads) as ours:
         bench = Bench(ours, options.runs)
         bench.one_adapter_and_many(options.adapters * GROUP, options.adapters)
-    measured, versions, missing = bench.measured, {}, {}
+    measured = bench.measured
+    versions: Mapping[str, Any] = {}
+    missing: dict[str, str] = {}
     runs = {PASS: options.runs, AGAINST_TRL: 1 if options.quick else options.runs}
     try:
         if samples:

@@ -1,3 +1,5 @@
+import mmap
+
 import pytest
 
 from bench.peers.serve import forget_high_water_mark, high_water_mark, resident
@@ -37,11 +39,12 @@ def test_a_worker_that_fails_says_why(variables):
 
 
 def test_the_peak_is_of_what_came_after_it_was_forgotten():
-    before = bytearray(64 * 2**20)
-    del before
+    with mmap.mmap(-1, 64 * 2**20) as before:
+        before.write(bytes(len(before)))
     forget_high_water_mark()
     loaded = resident()
     assert high_water_mark() - loaded < 8 * 2**20
-    after = bytearray(64 * 2**20)
+    with mmap.mmap(-1, 64 * 2**20) as after:
+        for page in range(0, len(after), mmap.PAGESIZE):
+            after[page] = 1
     assert high_water_mark() - loaded > 48 * 2**20
-    del after
