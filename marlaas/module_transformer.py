@@ -96,8 +96,8 @@ def _attention(
     q_THD, k_TKD, v_TKD = (t.squeeze(0).transpose(0, 1).contiguous() for t in (query, key, value))
     current = _PASS.get()
     if current.calls is not None:
-        asked = {name: value for name, value in options.items() if value is not None}
-        asked |= {} if attention_mask is None else {"attention_mask": attention_mask}
+        asked = options | {"attention_mask": attention_mask}
+        asked = {name: value for name, value in asked.items() if value is not None and value is not False}
         shapes = q_THD.shape[1:], k_TKD.shape[1:], v_TKD.shape[1:]
         current.calls.append(_Call(module.layer_idx, *shapes, q_THD.dtype, asked))
     # The pass's attention scales by head_dim ** -0.5; what the family does otherwise goes into the query.
@@ -124,14 +124,14 @@ class ModuleTransformer:
         # On the hidden states, so that the head stays a plain product for whoever needs its derivative.
         self._hidden_scale = _logits_scale(model.config)
         self._last_position = model.config.max_position_embeddings - 1
+        probe = _probe_tokens(len(self.head), self.head.device)
         with torch.no_grad():
-            probe = _probe_tokens(len(self.head), self.head.device)
             expected = torch.cat([model(input_ids=tokens[None], use_cache=False).logits[0] for tokens in probe])
-            AttentionInterface.register(_NAME, _attention)
-            model.set_attn_implementation(_NAME)
-            self.sites = _adapt(model)
-            model.get_input_embeddings().register_forward_hook(_begin_gradient)
-            self.geometry = self._probed(probe, expected)
+        AttentionInterface.register(_NAME, _attention)
+        model.set_attn_implementation(_NAME)
+        self.sites = _adapt(model)
+        model.get_input_embeddings().register_forward_hook(_begin_gradient)
+        self.geometry = self._probed(probe, expected)
         self._last_position = self.geometry.max_positions - 1
 
     @property
@@ -160,6 +160,7 @@ class ModuleTransformer:
         hidden_TH = out[0].squeeze(0)
         return hidden_TH if self._hidden_scale == 1 else hidden_TH * self._hidden_scale
 
+    @torch.no_grad()
     def _probed(self, probe: list[torch.Tensor], expected: torch.Tensor) -> Geometry:
         """The sizes, as the module's attention calls show them."""
         attend = BlockAttention([Block(1, len(tokens)) for tokens in probe])
@@ -184,7 +185,7 @@ class ModuleTransformer:
                 self._kind, f"of its {len(layers)} layers, {len(calls)} attend through transformers' AttentionInterface"
             )
         for call in calls:
-            odd = sorted(name for name, value in call.options.items() if value and name not in _KNOWN_OPTIONS)
+            odd = sorted(call.options.keys() - _KNOWN_OPTIONS)
             if odd:
                 raise _refused(self._kind, f"its attention takes {', '.join(odd)}")
         first = calls[0]

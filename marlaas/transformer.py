@@ -33,12 +33,11 @@ class Geometry:
     @staticmethod
     def of(config: Any) -> Geometry:
         """Reads a transformers config. Raises ModelError for one that `Transformer` does not run."""
-        if config.model_type not in ARCHITECTURES:
+        if not runs_fused(config):
             raise ModelError(
-                f"model_type {config.model_type!r} is not supported; allowed are {', '.join(ARCHITECTURES)}"
+                f"model_type {config.model_type!r} with hidden_act {config.hidden_act!r} has no fused decoder; "
+                f"{', '.join(ARCHITECTURES)} with silu have"
             )
-        if config.hidden_act != "silu":
-            raise ModelError(f"hidden_act {config.hidden_act!r} is not supported; allowed is silu")
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return Geometry(
             vocabulary=config.vocab_size,
@@ -49,6 +48,11 @@ class Geometry:
             head_dim=head_dim,
             max_positions=longest_sequence(config),
         )
+
+
+def runs_fused(config: Any) -> bool:
+    """Whether `Transformer` computes what a transformers config says."""
+    return config.model_type in ARCHITECTURES and config.hidden_act == "silu"
 
 
 def longest_sequence(config: Any) -> int:
