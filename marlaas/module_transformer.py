@@ -117,6 +117,7 @@ class ModuleTransformer:
 
         self._kind = model.config.model_type
         _check_config(model.config)
+        _check_structure(model)
         self._model = model.requires_grad_(False).eval()
         linear = _head(model)
         self.head = linear.weight.detach()
@@ -206,16 +207,14 @@ class ModuleTransformer:
 
 def check_family(config: Any) -> None:
     """Raises ModelError if the transformers config is of a family that cannot run; reads no weights."""
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise _refused(config.model_type, "it is no causal language model of transformers")
     _check_config(config)
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except ValueError as error:
-        raise _refused(config.model_type, str(error).splitlines()[0]) from None
-    _head(model)
-    _linears(model)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    _check_structure(model)
 
 
 def _refused(kind: str, reason: str) -> ModelError:
@@ -229,6 +228,13 @@ def _check_config(config: Any) -> None:
     for name in ("num_hidden_layers", "max_position_embeddings"):
         if getattr(config, name, None) is None:
             raise _refused(config.model_type, f"its configuration has no {name}")
+
+
+def _check_structure(model: Any) -> None:
+    if any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        raise _refused(model.config.model_type, "it mixes neighbouring tokens in convolutions")
+    _head(model)
+    _linears(model)
 
 
 def _head(model: Any) -> nn.Linear:

@@ -36,7 +36,7 @@ EXTRA = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "granite": {"attention_multiplier": 0.2, "logits_scaling": 4.0, "embedding_multiplier": 3.0},
-    "phi3": {"rope_parameters": LONGROPE},
+    "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64},
 }
 
 
