@@ -16,8 +16,9 @@ import torch
 
 from marlaas.devices import choose_device
 from marlaas.errors import ModelError
+from marlaas.module_transformer import ModuleTransformer, check_family
 from marlaas.specs import ModelSpec
-from marlaas.transformer import Geometry, Transformer
+from marlaas.transformer import Decoder, Transformer, runs_fused
 
 Progress = Callable[[str], None]
 
@@ -28,35 +29,63 @@ ALIASES = (*PACKAGED, TINY_RANDOM)
 
 @dataclass(frozen=True)
 class BaseModel:
-    """A loaded base model. `fingerprint` is the sha256 of its configuration and weights files."""
+    """A loaded base model. `fingerprint` is the sha256 of its configuration and weights files.
+
+    stop_ids: the token ids that end a reply.
+    """
 
     name: str
     folder: Path
     fingerprint: str
-    transformer: Transformer
+    transformer: Decoder
     tokenizer: Any
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """Token ids that end a reply."""
-        return frozenset({self.tokenizer.eos_token_id})
+    stop_ids: frozenset[int]
 
 
 def load_base_model(spec: ModelSpec, progress: Progress = lambda line: None) -> BaseModel:
     """Finds, if need be converts, and loads the base model. Raises ModelError."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = resolve_model(spec.source, spec.cache.expanduser(), progress)
     device = choose_device(spec.device)
-    Geometry.of(AutoConfig.from_pretrained(folder))
+    _check(_read_config(folder))
     progress(f"loading {spec.source} on {device} as {spec.dtype}")
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, spec.dtype))
     model.to(device)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if tokenizer.chat_template is None or tokenizer.eos_token_id is None:
         raise ModelError(f"model.source: {spec.source!r} has no chat template or no end-of-text token")
-    transformer = Transformer(model.requires_grad_(False))
-    return BaseModel(spec.source, folder, fingerprint(folder), transformer, tokenizer)
+    stop_ids = _stop_ids(model.generation_config.eos_token_id, tokenizer.eos_token_id)
+    return BaseModel(spec.source, folder, fingerprint(folder), decoder_of(model), tokenizer, stop_ids)
+
+
+def decoder_of(model: Any) -> Decoder:
+    """The decoder of a transformers causal LM, which it takes over: the fused one if its family has that.
+
+    Raises ModelError for a family that cannot run.
+    """
+    return Transformer(model) if runs_fused(model.config) else ModuleTransformer(model)
+
+
+def _check(config: Any) -> None:
+    if not runs_fused(config):
+        check_family(config)
+
+
+def _read_config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except ValueError as error:  # a family that transformers does not know, or one that brings its own code
+        kind = json.loads((folder / "config.json").read_text()).get("model_type")
+        raise ModelError(f"model_type {kind!r} is not supported: {str(error).strip().splitlines()[0]}") from None
+
+
+def _stop_ids(configured: int | list[int] | None, end_of_text: int) -> frozenset[int]:
+    """What ends a turn may be another token than what ends a text; the model's generation settings list both."""
+    listed = [configured] if isinstance(configured, int) else configured or []
+    return frozenset([*listed, end_of_text])
 
 
 def resolve_model(source: str, cache: Path, progress: Progress = lambda line: None) -> Path:
@@ -140,7 +169,7 @@ def _convert_gguf(gguf: Path, to: Path) -> None:
     config = type(read.config)(
         **{k: v for k, v in read.config.to_dict().items() if k not in ("quantization_config", "dtype")}
     )
-    Geometry.of(config)
+    _check(config)
     model: Any = type(read)(config)
     model.to(torch.bfloat16)
     model.load_state_dict(read.state_dict())

@@ -1,4 +1,4 @@
-"""The decoder that sampling and training share: Llama-family weights, flat token rows, multi-LoRA linears.
+"""The decoder that sampling and training share, and the fast one of the Llama family: fused multi-LoRA linears.
 
 Every activation is two-dimensional, `[T, features]`, with the tokens of all sequences one after another. What
 differs between prefill, decoding and training is only how tokens attend, so attention is passed in.
@@ -6,7 +6,7 @@ differs between prefill, decoding and training is only how tokens attend, so att
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes of a decoder; all counts in elements."""
+    """The sizes of a decoder; all counts in elements. max_positions: of the longest sequence that it runs exactly."""
 
     vocabulary: int
     hidden: int
@@ -30,21 +30,16 @@ class Geometry:
     heads: int
     kv_heads: int
     head_dim: int
-    rms_epsilon: float
     max_positions: int
 
     @staticmethod
     def of(config: Any) -> Geometry:
-        """Reads a transformers config. Raises ModelError for an architecture the engine does not run."""
-        if config.model_type not in ARCHITECTURES:
+        """Reads a transformers config. Raises ModelError for one that `Transformer` does not run."""
+        if not runs_fused(config):
             raise ModelError(
-                f"model_type {config.model_type!r} is not supported; allowed are {', '.join(ARCHITECTURES)}"
+                f"model_type {config.model_type!r} with hidden_act {config.hidden_act!r} has no fused decoder; "
+                f"{', '.join(ARCHITECTURES)} with silu have"
             )
-        if config.hidden_act != "silu":
-            raise ModelError(f"hidden_act {config.hidden_act!r} is not supported; allowed is silu")
-        window = getattr(config, "sliding_window", None)
-        if window is not None and getattr(config, "use_sliding_window", True):
-            raise ModelError(f"sliding_window {window} is not supported; allowed is full attention")
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return Geometry(
             vocabulary=config.vocab_size,
@@ -53,9 +48,35 @@ class Geometry:
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_dim=head_dim,
-            rms_epsilon=config.rms_norm_eps,
-            max_positions=config.max_position_embeddings,
+            max_positions=longest_sequence(config),
         )
+
+
+def runs_fused(config: Any) -> bool:
+    """Whether `Transformer` computes what a transformers config says."""
+    return config.model_type in ARCHITECTURES and config.hidden_act == "silu"
+
+
+def longest_sequence(config: Any) -> int:
+    """Tokens up to which a model is one of full attention with constant rotary frequencies, by its transformers config.
+
+    Up to the length of a window, attention inside the window is full attention; up to the length that longrope
+    extends, its frequencies do not depend on the sequence.
+    """
+    limits = [config.max_position_embeddings, getattr(config, "attention_chunk_size", None)]
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    if slides and getattr(config, "use_sliding_window", True):
+        limits.append(getattr(config, "sliding_window", None))
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in [ropes, *(r for r in ropes.values() if isinstance(r, dict))]:
+        if rope.get("rope_type") == "longrope":
+            limits.append(rope.get("original_max_position_embeddings"))
+    return min(limit for limit in limits if limit)
+
+
+def module_path(layer: int, module: str) -> str:
+    """Where a projection lies in the transformers model, e.g. model.layers.3.self_attn.q_proj."""
+    return f"model.layers.{layer}.{'self_attn' if module[0] in 'qkvo' else 'mlp'}.{module}"
 
 
 @dataclass(frozen=True)
@@ -111,12 +132,45 @@ class Lora(Protocol):
 Attention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class Transformer:
+class Decoder(Protocol):
     """Frozen base weights and the forward pass over flat tokens."""
+
+    @property
+    def geometry(self) -> Geometry: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def sites(self) -> Sequence[Site]:
+        """All linears that take LoRA, layer by layer."""
+
+    @property
+    def head(self) -> torch.Tensor:
+        """`[vocabulary, hidden]`: the derivative of the logits with respect to the final hidden states."""
+
+    def hidden_states(
+        self, tokens_T: torch.Tensor, positions_T: torch.Tensor, attend: Attention, lora: Lora | None
+    ) -> torch.Tensor:
+        """Final hidden states `[T, hidden]` of int64 tokens at int64 positions (both `[T]`).
+
+        LoRA gradients are written in place when the backward pass comes to them.
+        """
+
+    def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        """Logits `[N, vocabulary]` in the model's dtype."""
+
+
+class Transformer:
+    """The decoder of the architectures whose projections can be fused."""
 
     def __init__(self, model: Any) -> None:
         """Takes the weights out of a transformers causal LM; the module itself is not kept."""
         self.geometry = Geometry.of(model.config)
+        self.rms_epsilon = float(model.config.rms_norm_eps)
         state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         self.embedding = state["model.embed_tokens.weight"]
         self.head = state.get("lm_head.weight", self.embedding)
@@ -215,8 +269,8 @@ class Transformer:
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if self._on_processor and x.dim() == 2:
-            return cpu_layers.rms_norm(x, weight, self.geometry.rms_epsilon)
-        return F.rms_norm(x, weight.shape, weight, self.geometry.rms_epsilon)
+            return cpu_layers.rms_norm(x, weight, self.rms_epsilon)
+        return F.rms_norm(x, weight.shape, weight, self.rms_epsilon)
 
     def _rope(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angles = positions_T.float()[:, None] * self.inverse_frequency[None, :]

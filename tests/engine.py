@@ -17,6 +17,33 @@ def tiny_model(cache: Path, dtype: str = "float32") -> BaseModel:
     return load_base_model(ModelSpec(source="tiny-random", dtype=dtype, device="cpu", cache=cache))
 
 
+def tiny_gemma_model(tiny: BaseModel, folder: Path) -> BaseModel:
+    """Saves and loads one with the vocabulary of `tiny`; token 5 ends a turn in it, too."""
+    from transformers import GemmaConfig, GemmaForCausalLM, GenerationConfig
+
+    config = GemmaConfig(
+        vocab_size=tiny.transformer.geometry.vocabulary,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    model = GemmaForCausalLM(config)
+    for parameter in model.parameters():
+        parameter.data += torch.randn_like(parameter) * 0.1
+    model.generation_config = GenerationConfig(pad_token_id=0, bos_token_id=1, eos_token_id=[2, 5])
+    model.save_pretrained(folder)
+    tiny.tokenizer.save_pretrained(folder)
+    return load_base_model(ModelSpec(source=str(folder), dtype="float32", device="cpu"))
+
+
 def tenant(name: str = "a", **fields: object) -> TenantSpec:
     environment = {"kind": "reasoning_gym", "dataset": "chain_sum"}
     return TenantSpec.model_validate({"name": name, "environment": environment, "steps": 10, **fields})

@@ -2,7 +2,7 @@
 
 from marlaas.lora.bank import AdapterBank
 from marlaas.lora.layers import LoraBatch, Segment
-from marlaas.lora.layout import AdapterLayout, AdapterShape
+from marlaas.lora.layout import AdapterLayout, AdapterShape, targets_of
 from marlaas.lora.paging import PagedAdapters
 from marlaas.lora.peft_format import export_peft, import_peft
 
@@ -15,4 +15,5 @@ __all__ = [
     "Segment",
     "export_peft",
     "import_peft",
+    "targets_of",
 ]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from marlaas.errors import AdapterError
-from marlaas.transformer import Part, Site, Transformer
+from marlaas.transformer import Decoder, Part, Site
 
 MOST_PARTS = 3  # of a fused linear: q, k and v
 
@@ -65,7 +65,7 @@ class NamedTensor:
 class AdapterLayout:
     """Offsets of an adapter's tensors for one base model and one shape. `size` is in elements."""
 
-    def __init__(self, transformer: Transformer, shape: AdapterShape) -> None:
+    def __init__(self, transformer: Decoder, shape: AdapterShape) -> None:
         """Raises AdapterError if the base model has none of the targets, or lacks one."""
         self.shape = shape
         self._sites: dict[tuple[int, str], SiteSlice] = {}
@@ -81,7 +81,8 @@ class AdapterLayout:
                 offset += shape.rank * sum(site.inputs + p.size for p in parts)
         missing = [t for t in shape.targets if t not in found]
         if missing or not found:
-            raise AdapterError(f"lora.targets: {missing or 'none'} match no module of the base model")
+            there = ", ".join(targets_of(transformer))
+            raise AdapterError(f"lora.targets: {missing or 'none'} match no module of the base, which has {there}")
         self.size = offset
         self._table_shape = (len(seen), max(seen.values()), 2 + 2 * MOST_PARTS)
 
@@ -140,6 +141,11 @@ class AdapterLayout:
                 bound = 1 / math.sqrt(named.tensor.shape[1])
                 drawn = torch.rand(named.tensor.shape, generator=generator)
                 named.tensor.copy_(drawn * (2 * bound) - bound)
+
+
+def targets_of(transformer: Decoder) -> tuple[str, ...]:
+    """The modules of the base model that take LoRA."""
+    return tuple(dict.fromkeys(part.module for site in transformer.sites for part in site.parts))
 
 
 def site_key(site: Site) -> tuple[int, str]:

@@ -13,11 +13,10 @@ from safetensors.torch import load, save
 from marlaas.errors import AdapterError
 from marlaas.lora.layout import AdapterLayout, AdapterShape
 from marlaas.specs import TARGETS
-from marlaas.transformer import Transformer
+from marlaas.transformer import Decoder, module_path
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
-_GROUP = {name: "self_attn" if name[0] in "qkvo" else "mlp" for name in TARGETS}
 # Options of PEFT's LoraConfig that change what an adapter computes, with the one value that we run.
 _PLAIN = {
     "use_dora": False,
@@ -33,9 +32,7 @@ _PLAIN = {
 }
 
 
-def export_peft(
-    layout: AdapterLayout, vector: torch.Tensor, transformer: Transformer, base_model: str
-) -> dict[str, bytes]:
+def export_peft(layout: AdapterLayout, vector: torch.Tensor, transformer: Decoder, base_model: str) -> dict[str, bytes]:
     """The two files of a PEFT folder, by name. `vector` is `[layout.size]`; weights are written in its dtype."""
     state = {
         _peft_name(t.layer, t.module, t.matrix): t.tensor.detach().cpu().contiguous()
@@ -56,7 +53,7 @@ def export_peft(
     return {WEIGHTS_FILE: save(state), CONFIG_FILE: json.dumps(config, indent=2).encode()}
 
 
-def import_peft(files: Mapping[str, bytes], transformer: Transformer) -> tuple[AdapterLayout, torch.Tensor]:
+def import_peft(files: Mapping[str, bytes], transformer: Decoder) -> tuple[AdapterLayout, torch.Tensor]:
     """Layout and fp32 vector `[layout.size]` on the CPU of a PEFT folder's files.
 
     Raises AdapterError when a file is missing or damaged, when the adapter is of a kind the engine does not run,
@@ -112,4 +109,4 @@ def _required(files: Mapping[str, bytes], name: str) -> bytes:
 
 
 def _peft_name(layer: int, module: str, matrix: str) -> str:
-    return f"base_model.model.model.layers.{layer}.{_GROUP[module]}.{module}.lora_{matrix}.weight"
+    return f"base_model.model.{module_path(layer, module)}.lora_{matrix}.weight"

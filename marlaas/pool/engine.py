@@ -17,13 +17,13 @@ import torch
 
 from marlaas.devices import reuse_freed_memory
 from marlaas.errors import AdapterError, BatchError, JobNotOpen, MarlaasError, ModelError, PoolClosed, RequestError
-from marlaas.lora import AdapterBank, AdapterLayout, AdapterShape, PagedAdapters, export_peft
+from marlaas.lora import AdapterBank, AdapterLayout, AdapterShape, PagedAdapters, export_peft, targets_of
 from marlaas.models import BaseModel, Progress, load_base_model
 from marlaas.pool.policy import DeviceLoad, should_train
 from marlaas.pool.stats import DeviceStats, TenantStats
 from marlaas.sampling.native import NativeSampler
 from marlaas.sampling.protocol import Sample, SamplingRequest
-from marlaas.specs import TARGETS, VERSIONS_A_JOB, ModelSpec, PoolSpec, QuotaSpec, TenantSpec
+from marlaas.specs import VERSIONS_A_JOB, ModelSpec, PoolSpec, QuotaSpec, TenantSpec
 from marlaas.training.batch import TrainingBatch, UpdateResult
 from marlaas.training.trainer import JobState, Trainer, TrainingJob
 
@@ -351,9 +351,9 @@ class Engine:
         if spec.max_sequence_tokens > t.geometry.max_positions:
             raise ModelError(
                 f"pool.max_sequence_tokens: {spec.max_sequence_tokens} must be at most {t.geometry.max_positions}, "
-                f"the longest context of {model.source}"
+                f"the longest context that {model.source} runs with"
             )
-        size = AdapterLayout(t, AdapterShape(spec.max_rank, 1.0, TARGETS)).size
+        size = AdapterLayout(t, AdapterShape(spec.max_rank, 1.0, targets_of(t))).size
         slots = VERSIONS_A_JOB * spec.max_adapters if self._samples else 0
         adapters = PagedAdapters(AdapterBank(slots, size, t.dtype, t.device))
         rows = spec.max_sequences if self._samples else 0

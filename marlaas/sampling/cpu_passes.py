@@ -21,7 +21,7 @@ from marlaas.attention import KeyValueCache
 from marlaas.cpu_kernels import as_array, runs_here
 from marlaas.lora import AdapterShape, PagedAdapters
 from marlaas.sampling.passes import Generation, Row
-from marlaas.transformer import Transformer
+from marlaas.transformer import Decoder, Transformer
 
 _SMALL = 8  # tokens, unless measured
 _SIZES = (1, 2, 4, 8, 16, 32)
@@ -111,7 +111,7 @@ class CpuPasses:
             final_norm_H=as_array(t.final_norm),
             inverse_frequency_F=t.inverse_frequency.numpy(),
             rope_scale=np.float32(t.rope_scale),
-            epsilon=np.float32(g.rms_epsilon),
+            epsilon=np.float32(t.rms_epsilon),
             heads=g.heads,
             kv_heads=g.kv_heads,
             head_dim=g.head_dim,
@@ -218,11 +218,11 @@ class CpuPasses:
         return np.stack([self._tables[shape] for shape in shapes]), widest
 
 
-def cpu_passes(transformer: Transformer, cache: KeyValueCache, adapters: PagedAdapters) -> CpuPasses | None:
+def cpu_passes(decoder: Decoder, cache: KeyValueCache, adapters: PagedAdapters) -> CpuPasses | None:
     """None where the kernels do not run."""
-    if not runs_here(transformer.device, transformer.dtype):
+    if not isinstance(decoder, Transformer) or not runs_here(decoder.device, decoder.dtype):
         return None
-    return CpuPasses(transformer, cache, adapters)
+    return CpuPasses(decoder, cache, adapters)
 
 
 def _threads_of_their_own(count: int) -> ThreadPoolExecutor:

@@ -13,7 +13,7 @@ import torch
 
 from marlaas.cpu_kernels import as_array, runs_here
 from marlaas.sampling.distribution import adjusted_logits
-from marlaas.transformer import Transformer
+from marlaas.transformer import Decoder
 
 _CHUNK = 512
 
@@ -38,14 +38,14 @@ class Targets:
 
 
 def token_logprobs(
-    transformer: Transformer, hidden_NH: torch.Tensor, targets: Targets
+    transformer: Decoder, hidden_NH: torch.Tensor, targets: Targets
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of each target (fp32 `[N]`, differentiable) and the entropy of its distribution (fp32 `[N]`, not)."""
     return _TokenLogprobs.apply(hidden_NH, transformer, targets)
 
 
 def _chunks(
-    transformer: Transformer, hidden_NH: torch.Tensor, targets: Targets
+    transformer: Decoder, hidden_NH: torch.Tensor, targets: Targets
 ) -> Iterator[tuple[slice, Targets, torch.Tensor]]:
     for start in range(0, len(hidden_NH), _CHUNK):
         part = targets.chunk(start)
@@ -91,7 +91,7 @@ def _adjusted(raw_NV: torch.Tensor, targets: Targets) -> torch.Tensor:
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: torch.Tensor, transformer: Transformer, targets: Targets
+        ctx: Any, hidden_NH: torch.Tensor, transformer: Decoder, targets: Targets
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs = torch.empty(len(hidden_NH), dtype=torch.float32, device=hidden_NH.device)
         entropy = torch.empty_like(logprobs)

@@ -29,7 +29,7 @@ from marlaas.training.microbatch import JobRows, MicroBatch, build
 from marlaas.training.optimizer import AdamState, adamw_, clip_, learning_rate
 from marlaas.training.packing import Row, pack_group
 from marlaas.training.slots import JobVectors, TrainingSlots
-from marlaas.transformer import Transformer
+from marlaas.transformer import Decoder
 
 _ATTENTION_SLOWNESS = 4.0
 _STORED = ("weights", "first", "second")  # what a checkpoint holds, in the order of TrainingSlots.read
@@ -116,7 +116,7 @@ def take_rows(parts: Sequence[tuple[str, _Prepared]], budget: int) -> list[JobRo
     return micro
 
 
-def _pair_cost(transformer: Transformer) -> float:
+def _pair_cost(transformer: Decoder) -> float:
     """Cost of a (query, key) pair of attention in terms of one token's linear layers: by operations, and measured.
 
     torch's attention reached a quarter of the rate of matrix products on CPUs. Where the processor's kernels attend,

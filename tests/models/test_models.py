@@ -1,46 +1,22 @@
 """The native decoder gives transformers' logits for every architecture it says it runs."""
 
-import json
-
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from families import LONGROPE, random_model
+from transformers import AutoModelForCausalLM
 
 from marlaas.attention import Block, BlockAttention
 from marlaas.devices import choose_device
 from marlaas.errors import ModelError
-from marlaas.models import fingerprint, load_base_model, resolve_model
+from marlaas.models import decoder_of, fingerprint, load_base_model, resolve_model
+from marlaas.module_transformer import ModuleTransformer
 from marlaas.specs import ModelSpec
 from marlaas.transformer import ARCHITECTURES, Transformer
-
-SMALL = {
-    "vocab_size": 99,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
-EXTRA = {
-    "llama": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}, "head_dim": 16},
-    "mistral": {"sliding_window": None, "tie_word_embeddings": False},
-    "qwen2": {"tie_word_embeddings": True},
-    "qwen3": {"head_dim": 8},
-}
-
-
-def random_model(kind, **changes):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **(SMALL | EXTRA[kind] | changes))
-    return AutoModelForCausalLM.from_config(config).eval()
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_logits_of_padded_rows_are_those_of_transformers_alone(kind):
     model = random_model(kind)
-    for parameter in model.parameters():
-        parameter.data += torch.randn_like(parameter) * 0.1  # biases and norms that are not 0 and 1
     native = Transformer(model)
     rows, length = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]], 5
     tokens = torch.tensor([t for row in rows for t in row + [0] * (length - len(row))])
@@ -52,22 +28,28 @@ def test_logits_of_padded_rows_are_those_of_transformers_alone(kind):
             torch.testing.assert_close(got[: len(row)], model(torch.tensor([row])).logits[0], atol=1e-5, rtol=1e-4)
 
 
+def test_a_variant_that_the_fused_decoder_would_compute_wrongly_runs_as_its_module():
+    model = random_model("llama", hidden_act="gelu")
+    with pytest.raises(ModelError, match="'llama' with hidden_act 'gelu' has no fused decoder"):
+        Transformer(model)
+    assert isinstance(decoder_of(model), ModuleTransformer)
+
+
 @pytest.mark.parametrize(
-    ("kind", "change", "says"),
+    ("kind", "change", "longest"),
     [
-        ("mistral", {"sliding_window": 16}, "sliding_window 16 is not supported"),
-        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ("llama", {}, 256),
+        ("mistral", {"sliding_window": 16}, 16),
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0}, 16),
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": False}, 256),
+        ("qwen3", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2}, 256),
+        ("llama", {"rope_parameters": LONGROPE, "head_dim": 12}, 64),
     ],
 )
-def test_a_variant_that_would_be_computed_wrongly_is_refused(kind, change, says):
-    with pytest.raises(ModelError, match=says):
-        Transformer(random_model(kind, **change))
-
-
-def test_another_architecture_is_refused_before_its_weights_are_read(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    with pytest.raises(ModelError, match="model_type 'gpt2' is not supported; allowed are llama"):
-        load_base_model(ModelSpec(source=str(tmp_path), device="cpu"))
+def test_the_longest_sequence_is_the_one_up_to_which_attention_is_full_and_rotary_frequencies_constant(
+    kind, change, longest
+):
+    assert Transformer(random_model(kind, **change)).geometry.max_positions == longest
 
 
 def test_the_tiny_model_is_the_same_each_time_it_is_made(tmp_path):

@@ -77,20 +77,21 @@ def test_micro_batches_of_any_size_give_the_same_update(tiny):
         assert (large[job].weights - small[job].weights).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("job", SPECS)
-def test_the_gradient_is_that_of_peft_and_autograd_one_sample_at_a_time(tiny, job):
-    trainer, spec = trainer_of(tiny, [job]), SPECS[job]
+@pytest.mark.parametrize(("model", "job"), [*(("tiny", job) for job in SPECS), ("tiny_gemma", "a/x")])
+def test_the_gradient_is_that_of_peft_and_autograd_one_sample_at_a_time(request, model, job):
+    base, spec = request.getfixturevalue(model), SPECS[job]
+    trainer = trainer_of(base, [job])
     weights = trainer[job].weights
     weights.add_(torch.randn(weights.shape, generator=torch.Generator().manual_seed(5)) * 0.02)
-    batch = random_batch(tiny, job, 11)
+    batch = random_batch(base, job, 11)
     layout = trainer[job].layout
-    model, parameters = peft_model(tiny, spec, layout, weights)
+    model, parameters = peft_model(base, spec, layout, weights)
     loss = reference_loss(model, spec, batch)
     loss.backward()
     before = weights.clone()
     trainer.update([batch])
     assert not torch.equal(before, weights)
-    for t in layout.tensors(trainer[job].vectors.gradient, tiny.transformer.sites):
+    for t in layout.tensors(trainer[job].vectors.gradient, base.transformer.sites):
         expected = parameters[t.layer, t.module, t.matrix].grad
         norm = torch.sqrt(sum((p.grad**2).sum() for p in parameters.values()))
         scale = min(1.0, float(spec.optimizer.max_grad_norm / norm))
