@@ -71,18 +71,17 @@ class SegmentTable:
             columns=tuple((start, size) for start, size in columns),
             max_rank=max(ranks, default=1),
             block_tokens=block_tokens,
-            vector=_vector(ranks, [start for start, _ in columns], *a_offsets, *b_offsets),
+            vector=_vector(ranks, *columns, *a_offsets, *b_offsets),
             distinct=_distinct(a_offsets, b_offsets),
         )
 
     def moved(self, a_offsets: Sequence[Sequence[int]], b_offsets: Sequence[Sequence[int]]) -> SegmentTable:
         """The same segments with their matrices elsewhere, e.g. in a bank of gradients."""
-        starts = [start for start, _ in self.columns]
         return replace(
             self,
             a_offset_GP=torch.tensor(a_offsets, dtype=torch.int64).reshape(self.a_offset_GP.shape).to(self.device),
             b_offset_GP=torch.tensor(b_offsets, dtype=torch.int64).reshape(self.b_offset_GP.shape).to(self.device),
-            vector=min(self.vector, _vector(starts, *a_offsets, *b_offsets)),
+            vector=min(self.vector, _vector(*a_offsets, *b_offsets)),
             distinct=_distinct(a_offsets, b_offsets),
         )
 
