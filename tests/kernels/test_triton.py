@@ -11,15 +11,23 @@ from hypothesis import strategies as st
 if find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
+assert "triton" not in sys.modules, "triton was imported before its interpreter could be chosen"
 with pytest.MonkeyPatch.context() as environment:
-    # Triton reads it once, when it is imported; nothing else may see it
-    assert "triton" not in sys.modules, "triton was imported before its interpreter could be chosen"
-    environment.setenv("TRITON_INTERPRET", "1")
+    environment.setenv("TRITON_INTERPRET", "1")  # read when a kernel is defined, and by parts of Triton that load late
     from marlaas_kernels.triton.forward import shrink
     from marlaas_kernels.triton.op import segment_lora_, segment_lora_backward
 
 from bench.lora_problems import TOLERANCE, Adapter, Problem
 from marlaas_kernels.triton.config import Shape, Tiles, tiles_of
+
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreter():
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TRITON_INTERPRET", "1")
+        yield
+
 
 RANKS = st.sampled_from([1, 2, 3, 8, 16, 17, 32, 64, 100, 128])
 DTYPES = st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16])
