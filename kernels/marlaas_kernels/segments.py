@@ -106,7 +106,7 @@ def multi_lora_backward(
             window = slice(part * s.rank, (part + 1) * s.rank)
             dy_part = dy_TO[s.start : s.end, column : column + size]
             dh[:, window] = dy_part @ b_OR
-            grad_b[part].add_(dy_part.T @ h[:, window])
+            grad_b[part].T.add_(h[:, window].T @ dy_part)  # b lies transposed in memory
         dh.mul_(s.scale)
         grad_a.add_(dh.T @ x_TI[s.start : s.end])
         dx_TI[s.start : s.end] = dh @ s.a

@@ -96,7 +96,7 @@ class LoraBatch:
         a_GRI = vectors_GP[:, : rows * slice_.inputs].unflatten(1, (rows, slice_.inputs))
         sizes = [part.size * rank for part in slice_.parts]
         b = vectors_GP[:, rows * slice_.inputs :].split(sizes, dim=1)
-        b_GOR = [v.unflatten(1, (part.size, rank)) for v, part in zip(b, slice_.parts, strict=True)]
+        b_GOR = [v.unflatten(1, (rank, part.size)).transpose(1, 2) for v, part in zip(b, slice_.parts, strict=True)]
         columns = [(part.start, part.size) for part in slice_.parts]
         stacked_lora_(y_TO, x_TI, stack.which, stack.layout.scale, a_GRI, b_GOR, columns)
 

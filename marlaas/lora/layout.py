@@ -7,14 +7,18 @@ impossible for one adapter's optimizer to touch another's parameters.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from marlaas.errors import AdapterError
 from marlaas.transformer import Part, Site, Transformer
+
+MOST_PARTS = 3  # of a fused linear: q, k and v
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,13 @@ class AdapterShape:
 
 @dataclass(frozen=True)
 class SiteSlice:
-    """One fused linear's share of the vector: the A matrices of its targeted parts in a row, then their Bs."""
+    """One fused linear's share of the vector: the A matrices of its targeted parts in a row, then their Bs.
 
+    An A lies there as `[rank, in]` and a B as `[rank, out]`, so that both products read rows. index: of the linear
+    in its layer.
+    """
+
+    index: int
     offset: int
     inputs: int
     parts: tuple[Part, ...]
@@ -62,16 +71,19 @@ class AdapterLayout:
         self._sites: dict[tuple[int, str], SiteSlice] = {}
         offset = 0
         found: set[str] = set()
+        seen: Counter[int] = Counter()
         for site in transformer.sites:
+            seen[site.layer] += 1
             parts = tuple(p for p in site.parts if p.module in shape.targets)
             found.update(p.module for p in parts)
             if parts:
-                self._sites[site_key(site)] = SiteSlice(offset, site.inputs, parts)
+                self._sites[site_key(site)] = SiteSlice(seen[site.layer] - 1, offset, site.inputs, parts)
                 offset += shape.rank * sum(site.inputs + p.size for p in parts)
         missing = [t for t in shape.targets if t not in found]
         if missing or not found:
             raise AdapterError(f"lora.targets: {missing or 'none'} match no module of the base model")
         self.size = offset
+        self._table_shape = (len(seen), max(seen.values()), 2 + 2 * MOST_PARTS)
 
     def __contains__(self, site: Site) -> bool:
         return site_key(site) in self._sites
@@ -86,15 +98,24 @@ class AdapterLayout:
         return s.offset, s.offset + self.shape.rank * sum(s.inputs + part.size for part in s.parts)
 
     def matrices(self, vector: torch.Tensor, site: Site) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Views into `vector` (1-D): A `[parts * rank, in]` and one B `[out, rank]` a part."""
+        """Views into `vector` (1-D): A `[parts * rank, in]` and one B `[out, rank]`, transposed, a part."""
         s, rank = self.site(site), self.shape.rank
         rows = len(s.parts) * rank
         a = vector.narrow(0, s.offset, rows * s.inputs).view(rows, s.inputs)
         offset, b = s.offset + rows * s.inputs, []
         for part in s.parts:
-            b.append(vector.narrow(0, offset, part.size * rank).view(part.size, rank))
+            b.append(vector.narrow(0, offset, part.size * rank).view(rank, part.size).T)
             offset += part.size * rank
         return a, b
+
+    @cached_property
+    def table(self) -> np.ndarray:
+        """int64 `[layers, sites, 2 + 2 * parts]`: offset (-1: not targeted), number of parts, each part's columns."""
+        table = np.full(self._table_shape, -1, dtype=np.int64)
+        for (layer, _), s in self._sites.items():
+            columns = [number for part in s.parts for number in (part.start, part.size)]
+            table[layer, s.index, : 2 + len(columns)] = [s.offset, len(s.parts), *columns]
+        return table
 
     def tensors(self, vector: torch.Tensor, sites: Sequence[Site]) -> Iterator[NamedTensor]:
         """Every matrix of the adapter as a view into `vector`, layer by layer."""

@@ -21,6 +21,7 @@ from marlaas.errors import AdapterMissing, MarlaasError, RequestError
 from marlaas.lora import LoraBatch, PagedAdapters, Segment
 from marlaas.models import BaseModel
 from marlaas.sampling.choice import choose_tokens
+from marlaas.sampling.cpu_passes import FlatPass, cpu_passes
 from marlaas.sampling.passes import Generation, OnDone, PassLayout, Row
 from marlaas.sampling.prefixes import PrefixCache
 from marlaas.sampling.protocol import Decoding, FinishReason, Sample, SamplingRequest
@@ -71,6 +72,7 @@ class NativeSampler:
         self._running: list[Generation] = []
         self._rows: list[Row] = []
         self._users: Counter[str] = Counter()
+        self._cpu = cpu_passes(t, self._cache, adapters)
 
     @torch.inference_mode()
     def calibrate(self) -> None:
@@ -80,19 +82,29 @@ class NativeSampler:
         longer, and whoever asks for most of them gets most of the device. So tenants who compete share the fewest
         places that give nearly all of the throughput; a tenant by itself has them all.
         """
+        if self._cpu is not None:
+            self._cpu.calibrate(self._calibration_position)
         sizes = [n for n in (2**k for k in range(16)) if n < self._cache.rows] + [self._cache.rows]
         rates = {size: size / min(self._decode_seconds(size) for _ in range(_CALIBRATION_RUNS)) for size in sizes}
         enough = _ENOUGH_THROUGHPUT * max(rates.values())
         self.shared_places = min(size for size, rate in rates.items() if rate >= enough)
 
+    @property
+    def _calibration_position(self) -> int:
+        return min(_CALIBRATION_POSITION, self._cache.tokens - 1)
+
     def _decode_seconds(self, rows: int) -> float:
-        device = self.base.transformer.device
-        tokens = torch.zeros(rows, dtype=torch.long, device=device)
-        positions = torch.full((rows,), min(_CALIBRATION_POSITION, self._cache.tokens - 1), device=device)
         started = time.perf_counter()
-        attend = DecodeAttention(self._cache, torch.arange(rows, device=device), positions)
-        hidden = self.base.transformer.hidden_states(tokens, positions, attend, None)
-        float(self.base.transformer.logits(hidden).sum())  # waits for the device
+        if self._cpu is not None:
+            what = FlatPass.decoding(rows, self._calibration_position)
+            logits = self._cpu.logits(what, list(what.last))
+        else:
+            device = self.base.transformer.device
+            tokens = torch.zeros(rows, dtype=torch.long, device=device)
+            positions = torch.full((rows,), self._calibration_position, device=device)
+            attend = DecodeAttention(self._cache, torch.arange(rows, device=device), positions)
+            logits = self.base.transformer.logits(self.base.transformer.hidden_states(tokens, positions, attend, None))
+        float(logits[:, 0].sum())  # waits for the device
         return time.perf_counter() - started
 
     @property
@@ -137,22 +149,39 @@ class NativeSampler:
             return
         computing = time.perf_counter()
         self.scheduling_seconds += computing - started
-        layout = self._layout()
-        device = self.base.transformer.device
-        hidden = self.base.transformer.hidden_states(
-            torch.tensor(layout.tokens, device=device),
-            torch.tensor(layout.positions, device=device),
+        rows = [(row, item) for item in self._running for row in item.rows]
+        layout, logits = self._flat_pass(rows) if self._goes_flat(rows) else self._pass(rows)
+        self._extend(logits, computing, layout)
+
+    def _goes_flat(self, rows: Sequence[tuple[Row, Generation]]) -> bool:
+        """Whether the processor's kernels take the pass: all but prompts, which torch attends faster."""
+        if self._cpu is None:
+            return False
+        return all(row.length for row, _ in rows) or sum(len(i.content) - r.length for r, i in rows) <= self._cpu.small
+
+    def _flat_pass(self, rows: Sequence[tuple[Row, Generation]]) -> tuple[FlatPass, torch.Tensor]:
+        assert self._cpu is not None
+        layout = FlatPass.of(rows)
+        logits = self._cpu.logits(layout, [row for row, _ in rows])
+        for row, item in rows:
+            row.length = len(item.content)
+        return layout, logits
+
+    def _pass(self, rows: Sequence[tuple[Row, Generation]]) -> tuple[PassLayout, torch.Tensor]:
+        """Logits of the rows, in their order."""
+        t, layout = self.base.transformer, self._layout()
+        hidden = t.hidden_states(
+            torch.tensor(layout.tokens, device=t.device),
+            torch.tensor(layout.positions, device=t.device),
             PartsAttention(layout.parts),
             self._lora(layout.segments),
         )
-        rows = [row for item in self._running for row in item.rows]
-        for item in self._running:
-            for row in item.rows:
-                row.length = len(item.content)
+        for row, item in rows:
+            row.length = len(item.content)
         for source, others in layout.copies:
             self._cache.copy_row(source.index, [row.index for row in others], source.length)
-        last = torch.tensor([layout.last[row] for row in rows], device=device)
-        self._extend(self.base.transformer.logits(hidden[last]), computing, layout)
+        last = torch.tensor([layout.last[row] for row, _ in rows], device=t.device)
+        return layout, t.logits(hidden[last])
 
     def cancel(self, unwanted: Callable[[SamplingRequest], bool], error: MarlaasError) -> None:
         """Drops the waiting and running requests that are unwanted; each gets the error."""
@@ -283,7 +312,7 @@ class NativeSampler:
 
     # From logits to tokens
 
-    def _extend(self, logits: torch.Tensor, began: float, layout: PassLayout) -> None:
+    def _extend(self, logits: torch.Tensor, began: float, layout: PassLayout | FlatPass) -> None:
         """Appends one token to each request of the batch and lets go of those that are finished."""
         items = self._running
         tokens, logprobs = choose_tokens([i.request for i in items], [len(i.logprobs) for i in items], logits)
@@ -305,7 +334,7 @@ class NativeSampler:
             self._leave(item)
             item.on_done(sample)
 
-    def _charge(self, seconds: float, layout: PassLayout) -> None:
+    def _charge(self, seconds: float, layout: PassLayout | FlatPass) -> None:
         """Divides a pass's time among its owners by their tokens, and an owner's among its requests."""
         total, in_batch = sum(layout.sizes.values()), Counter(item.request.owner for item in self._running)
         shares = {owner: seconds * layout.sizes[owner] / total for owner in in_batch}

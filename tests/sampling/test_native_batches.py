@@ -8,6 +8,8 @@ from marlaas.errors import RequestError
 from marlaas.sampling.native import NativeSampler
 from marlaas.sampling.protocol import Decoding, SamplingRequest
 
+pytestmark = pytest.mark.usefixtures("every_path")
+
 
 @pytest.fixture(scope="module")
 def adapters(tiny):

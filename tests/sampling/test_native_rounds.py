@@ -10,6 +10,8 @@ from marlaas.errors import MarlaasError, RequestError
 from marlaas.sampling.native import NativeSampler
 from marlaas.sampling.protocol import Decoding, Sample, SamplingRequest
 
+pytestmark = pytest.mark.usefixtures("every_path")
+
 OWNERS = "abcd"
 ROWS, TOKENS, KEPT, SLOTS = 7, 64, 150, 3
 

@@ -12,6 +12,8 @@ from marlaas.sampling.native import NativeSampler
 from marlaas.sampling.protocol import Decoding, FinishReason, SamplingRequest
 from marlaas_kernels.reference import cold_scores
 
+pytestmark = pytest.mark.usefixtures("every_path")
+
 
 @pytest.fixture(scope="module")
 def adapters(tiny):

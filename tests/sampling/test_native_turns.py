@@ -10,6 +10,8 @@ from marlaas.sampling.native import NativeSampler
 from marlaas.sampling.prefixes import PrefixCache
 from marlaas.sampling.protocol import Decoding, SamplingRequest
 
+pytestmark = pytest.mark.usefixtures("every_path")
+
 ROWS, TOKENS = 8, 96
 ALONE = [(adapter, d) for adapter in ("a/x/v1", None) for d in (Decoding.GREEDY, Decoding.SAMPLE)]
 

@@ -145,7 +145,7 @@ def test_a_job_closed_in_the_middle_of_its_update_leaves_no_trace_in_its_slot_or
     assert trainer.begin(newcomer)
     assert set(finish(trainer)) == {"b/x", "d/x"}
     for job, batch in (("b/x", kept), ("d/x", newcomer)):
-        torch.testing.assert_close(trainer[job].weights, alone(tiny, job, [batch]), atol=1e-6, rtol=0)
+        torch.testing.assert_close(trainer[job].weights, alone(tiny, job, [batch]), atol=2e-5, rtol=0)
     assert trainer.open("a/x", SPECS["a/x"]).version == 0
 
 
