@@ -32,12 +32,12 @@ def multi_lora(
 def segment_lora(x_TI: torch.Tensor, bank: torch.Tensor, table: SegmentTable) -> torch.Tensor:
     """Each token's LoRA delta `[T, outputs]` at one fused linear, in x's dtype; 0 for tokens of no segment.
 
-    bank: any shape, read flat; delta = scale * B (A x) in the columns of each part that the adapter targets.
+    bank: any shape, read flat, each B transposed; delta = scale * B (A x) in the columns of each part that the adapter
+    targets.
     """
     delta_TO = x_TI.new_zeros(x_TI.shape[0], table.outputs)
-    for segment in range(table.segments):
-        tokens = slice(int(table.start_G[segment]), int(table.end_G[segment]))
-        scale = float(table.scale_G[segment])
+    for segment in range(table.segments.count):
+        tokens, scale = _segment(table, segment)
         for part, (column, size) in enumerate(table.columns):
             if table.a_offset_GP[segment, part] >= 0:
                 a_RI, b_OR = _matrices(bank, table, segment, part, x_TI.shape[1])
@@ -53,9 +53,8 @@ def segment_lora_backward(
     With h = scale * A x and y = B h: dB = dy^T h, dh = scale * dy B, dA = dh^T x, dx = dh A.
     """
     dx_TI, dbank = torch.zeros_like(x_TI), torch.zeros_like(bank)
-    for segment in range(table.segments):
-        tokens = slice(int(table.start_G[segment]), int(table.end_G[segment]))
-        scale = float(table.scale_G[segment])
+    for segment in range(table.segments.count):
+        tokens, scale = _segment(table, segment)
         for part, (column, size) in enumerate(table.columns):
             if table.a_offset_GP[segment, part] >= 0:
                 a_RI, b_OR = _matrices(bank, table, segment, part, x_TI.shape[1])
@@ -79,11 +78,17 @@ def cold_scores(expert_V: torch.Tensor, amateur_V: torch.Tensor, alpha: float, b
     return torch.where(keep, scores, torch.full_like(scores, -torch.inf))
 
 
+def _segment(table: SegmentTable, segment: int) -> tuple[slice, float]:
+    """The segment's tokens and its adapter's scale."""
+    s = table.segments
+    return slice(int(s.start_G[segment]), int(s.end_G[segment])), float(s.scale_G[segment])
+
+
 def _matrices(
     bank: torch.Tensor, table: SegmentTable, segment: int, part: int, inputs: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of one segment's A `[rank, inputs]` and B `[size, rank]` of one part."""
-    flat, rank, size = bank.view(-1), int(table.rank_G[segment]), table.columns[part][1]
+    """Views of one segment's A `[rank, inputs]` and B `[size, rank]` of one part; B lies transposed."""
+    flat, rank, size = bank.view(-1), int(table.segments.rank_G[segment]), table.columns[part][1]
     a_offset, b_offset = int(table.a_offset_GP[segment, part]), int(table.b_offset_GP[segment, part])
     a_RI = flat[a_offset : a_offset + rank * inputs].view(rank, inputs)
-    return a_RI, flat[b_offset : b_offset + size * rank].view(size, rank)
+    return a_RI, flat[b_offset : b_offset + rank * size].view(rank, size).T

@@ -1,7 +1,7 @@
 """Gradients of the multi-LoRA delta: dh, dx, dA and dB, one launch each, no atomics.
 
-With h = scale * A x and y = B h: dh = scale * dy B, dx = dh A, dA = dh^T x, dB = dy^T h. A program of dA or dB owns a
-tile of one adapter's gradient and walks over all tokens of its segment.
+With h = scale * A x and y = B h: dh = scale * dy B, dx = dh A, dA = dh^T x, dB = dy^T h; B and dB lie
+transposed. A program of dA or dB owns a tile of one adapter's gradient and walks over all tokens of its segment.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 
 from marlaas_kernels.table import SegmentTable
-from marlaas_kernels.triton.common import a_rows, column_tile, column_tiles, grid, operand_dtype, sum_of_splits
+from marlaas_kernels.triton.common import TABLE, a_rows, column_tile, column_tiles, grid, operand_dtype, sum_of_splits
 from marlaas_kernels.triton.config import Tiles, rank_block
 
 
-@triton.jit
+@triton.jit(do_not_specialize=TABLE)
 def _dh_kernel(
     dh_ptr,
     dy_ptr,
@@ -40,7 +40,7 @@ def _dh_kernel(
     segment = tl.load(block_segment_ptr + tl.program_id(0))
     part = tl.program_id(1) // rank_tiles
     first = tl.program_id(1) % rank_tiles * BLOCK_R
-    rank = tl.multiple_of(tl.load(rank_ptr + segment), VECTOR)
+    rank = tl.load(rank_ptr + segment)
     offset = tl.load(b_offset_ptr + segment * PARTS + part)
     if (offset < 0) | (first >= rank):
         return
@@ -48,7 +48,8 @@ def _dh_kernel(
     start = tl.multiple_of(tl.load(column_ptr + 2 * part), VECTOR)
     size = tl.multiple_of(tl.load(column_ptr + 2 * part + 1), VECTOR)
     ranks = first + tl.arange(0, BLOCK_R)
-    is_rank = (ranks < rank)[None, :]
+    is_rank = ranks < rank
+    b_row = offset + ranks.to(tl.int64) * size
     tokens = tl.load(block_token_ptr + tl.program_id(0)) + tl.arange(0, BLOCK_T)
     is_token = tokens < tl.load(end_ptr + segment)
     dy_row = tokens.to(tl.int64) * dy_stride + start
@@ -58,15 +59,14 @@ def _dh_kernel(
         is_column = columns < size
         dy_mask = is_token[:, None] & is_column[None, :]
         dy = tl.load(dy_ptr + dy_row[:, None] + columns[None, :], mask=dy_mask, other=0.0)
-        b_row = offset + columns.to(tl.int64) * rank
-        b = tl.load(bank_ptr + b_row[:, None] + ranks[None, :], mask=is_column[:, None] & is_rank, other=0.0)
-        accumulator = tl.dot(dy.to(OPERAND), b.to(OPERAND), accumulator, input_precision="ieee")
+        b = tl.load(bank_ptr + b_row[:, None] + columns[None, :], mask=is_rank[:, None] & is_column[None, :], other=0.0)
+        accumulator = tl.dot(dy.to(OPERAND), tl.trans(b.to(OPERAND)), accumulator, input_precision="ieee")
     dh_row = tokens.to(tl.int64) * dh_stride + part * rank
     scaled = accumulator * tl.load(scale_ptr + segment)
-    tl.store(dh_ptr + dh_row[:, None] + ranks[None, :], scaled, mask=is_token[:, None] & is_rank)
+    tl.store(dh_ptr + dh_row[:, None] + ranks[None, :], scaled, mask=is_token[:, None] & is_rank[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=TABLE)
 def _dx_kernel(
     dx_ptr,
     dh_ptr,
@@ -105,7 +105,7 @@ def _dx_kernel(
     tl.store(dx_at, accumulator.to(dx_ptr.dtype.element_ty), mask=is_token & is_column)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=TABLE)
 def _da_kernel(
     gradient_ptr,
     dh_ptr,
@@ -149,7 +149,7 @@ def _da_kernel(
     tl.store(gradient_at, tl.load(gradient_at, mask=mask, other=0.0) + accumulator, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=TABLE)
 def _db_kernel(
     gradient_ptr,
     dy_ptr,
@@ -174,7 +174,7 @@ def _db_kernel(
     segment = tl.program_id(0) // rank_tiles
     first = tl.program_id(0) % rank_tiles * BLOCK_R
     part, column = column_tile(column_ptr, tl.program_id(1), PARTS, BLOCK_O)
-    rank = tl.multiple_of(tl.load(rank_ptr + segment), VECTOR)
+    rank = tl.load(rank_ptr + segment)
     offset = tl.load(b_offset_ptr + segment * PARTS + part)
     if (offset < 0) | (first >= rank):
         return
@@ -182,40 +182,41 @@ def _db_kernel(
     start = tl.multiple_of(tl.load(column_ptr + 2 * part), VECTOR)
     size = tl.multiple_of(tl.load(column_ptr + 2 * part + 1), VECTOR)
     columns = column + tl.arange(0, BLOCK_O)
-    is_column = columns < size
+    is_column = (columns < size)[None, :]
     ranks = first + tl.arange(0, BLOCK_R)
-    is_rank = (ranks < rank)[None, :]
+    is_rank = ranks < rank
     end = tl.load(end_ptr + segment)
-    accumulator = tl.zeros((BLOCK_O, BLOCK_R), dtype=tl.float32)
+    accumulator = tl.zeros((BLOCK_R, BLOCK_O), dtype=tl.float32)
     for token in range(tl.load(start_ptr + segment), end, BLOCK_T):
         tokens = token + tl.arange(0, BLOCK_T)
         is_token = (tokens < end)[:, None]
         dy_at = dy_ptr + (tokens.to(tl.int64) * dy_stride)[:, None] + (start + columns)[None, :]
-        dy = tl.load(dy_at, mask=is_token & is_column[None, :], other=0.0)
+        dy = tl.load(dy_at, mask=is_token & is_column, other=0.0)
         h_at = h_ptr + (tokens.to(tl.int64) * h_stride + part * rank)[:, None] + ranks[None, :]
-        h = sum_of_splits(h_at, is_token & is_rank, h_split_stride, SPLITS)
-        accumulator = tl.dot(tl.trans(dy.to(OPERAND)), h.to(OPERAND), accumulator, input_precision="ieee")
-    gradient_at = gradient_ptr + (offset + columns.to(tl.int64) * rank)[:, None] + ranks[None, :]
-    mask = is_column[:, None] & is_rank
+        h = sum_of_splits(h_at, is_token & is_rank[None, :], h_split_stride, SPLITS)
+        accumulator = tl.dot(tl.trans(h.to(OPERAND)), dy.to(OPERAND), accumulator, input_precision="ieee")
+    gradient_at = gradient_ptr + (offset + ranks.to(tl.int64) * size)[:, None] + columns[None, :]
+    mask = is_rank[:, None] & is_column
     tl.store(gradient_at, tl.load(gradient_at, mask=mask, other=0.0) + accumulator, mask=mask)
 
 
 def shrunk_gradient(dy_TO: torch.Tensor, bank: torch.Tensor, table: SegmentTable, tiles: Tiles) -> torch.Tensor:
     """dh, fp32 `[T, parts * max_rank]`, in the columns of `forward.shrink`; those of other parts are not written."""
-    dh_TC = dy_TO.new_empty(dy_TO.shape[0], table.parts * table.max_rank, dtype=torch.float32)
-    if table.blocks == 0:
+    segments = table.segments
+    dh_TC = dy_TO.new_empty(dy_TO.shape[0], table.parts * segments.max_rank, dtype=torch.float32)
+    if segments.blocks == 0:
         return dh_TC
-    block_r = rank_block(table.max_rank)
-    rank_tiles = triton.cdiv(table.max_rank, block_r)
-    _dh_kernel[grid(table.blocks, table.parts * rank_tiles, tiles)](
+    block_r = rank_block(segments.max_rank)
+    rank_tiles = triton.cdiv(segments.max_rank, block_r)
+    _dh_kernel[grid(segments.blocks, table.parts * rank_tiles, tiles)](
         dh_TC,
         dy_TO,
         bank,
-        table.block_segment_N,
-        table.block_token_N,
-        table.end_G,
-        table.rank_G,
-        table.scale_G,
+        segments.block_segment_N,
+        segments.block_token_N,
+        segments.end_G,
+        segments.rank_G,
+        segments.scale_G,
         table.b_offset_GP,
         table.column_P2,
         rank_tiles,
@@ -236,17 +237,18 @@ def input_gradient(
     x_TI: torch.Tensor, dh_TC: torch.Tensor, bank: torch.Tensor, table: SegmentTable, tiles: Tiles
 ) -> torch.Tensor:
     """dx, like x; 0 for tokens of no segment."""
+    segments = table.segments
     dx_TI = torch.zeros_like(x_TI, memory_format=torch.contiguous_format)
-    if table.blocks == 0:
+    if segments.blocks == 0:
         return dx_TI
-    _dx_kernel[grid(table.blocks, triton.cdiv(x_TI.shape[1], tiles.columns), tiles)](
+    _dx_kernel[grid(segments.blocks, triton.cdiv(x_TI.shape[1], tiles.columns), tiles)](
         dx_TI,
         dh_TC,
         bank,
-        table.block_segment_N,
-        table.block_token_N,
-        table.end_G,
-        table.rank_G,
+        segments.block_segment_N,
+        segments.block_token_N,
+        segments.end_G,
+        segments.rank_G,
         table.a_offset_GP,
         x_TI.shape[1],
         dx_TI.stride(0),
@@ -272,16 +274,17 @@ def matrix_gradients_(
     tiles: Tiles,
 ) -> None:
     """Adds dA and dB to `gradients`, fp32, at the table's offsets; nothing where an offset is -1."""
-    if table.blocks == 0:
+    segments = table.segments
+    if segments.blocks == 0:
         return
     row_tiles = triton.cdiv(dh_TC.shape[1], tiles.rows)
-    _da_kernel[grid(table.segments * row_tiles, triton.cdiv(x_TI.shape[1], tiles.columns), tiles)](
+    _da_kernel[grid(segments.count * row_tiles, triton.cdiv(x_TI.shape[1], tiles.columns), tiles)](
         gradients,
         dh_TC,
         x_TI,
-        table.start_G,
-        table.end_G,
-        table.rank_G,
+        segments.start_G,
+        segments.end_G,
+        segments.rank_G,
         table.a_offset_GP,
         x_TI.shape[1],
         row_tiles,
@@ -295,15 +298,15 @@ def matrix_gradients_(
         OPERAND=operand_dtype(x_TI),
         **tiles.launch,
     )
-    block_r = rank_block(table.max_rank)
-    rank_tiles = triton.cdiv(table.max_rank, block_r)
-    _db_kernel[grid(table.segments * rank_tiles, column_tiles(table, tiles), tiles)](
+    block_r = rank_block(segments.max_rank)
+    rank_tiles = triton.cdiv(segments.max_rank, block_r)
+    _db_kernel[grid(segments.count * rank_tiles, column_tiles(table, tiles), tiles)](
         gradients,
         dy_TO,
         h_STC,
-        table.start_G,
-        table.end_G,
-        table.rank_G,
+        segments.start_G,
+        segments.end_G,
+        segments.rank_G,
         table.b_offset_GP,
         table.column_P2,
         rank_tiles,

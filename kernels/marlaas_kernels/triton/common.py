@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,20 @@ import triton.language as tl
 
 from marlaas_kernels.table import SegmentTable
 from marlaas_kernels.triton.config import Tiles
+
+# Arguments that point into a batch's table. Their alignment differs from batch to batch, and Triton would compile a
+# kernel for each.
+TABLE = (
+    "block_segment_ptr",
+    "block_token_ptr",
+    "start_ptr",
+    "end_ptr",
+    "rank_ptr",
+    "scale_ptr",
+    "a_offset_ptr",
+    "b_offset_ptr",
+    "column_ptr",
+)
 
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -65,9 +80,17 @@ def column_tiles(table: SegmentTable, tiles: Tiles) -> int:
 
 def check(x_TI: torch.Tensor, y_TO: torch.Tensor, bank: torch.Tensor, table: SegmentTable, tiles: Tiles) -> None:
     """Asserts what the kernels' addressing takes for granted."""
-    assert table.block_tokens == tiles.tokens, f"the table's blocks have {table.block_tokens} tokens, not {tiles.tokens}"
+    block_tokens = table.segments.block_tokens
+    assert block_tokens == tiles.tokens, f"the table's blocks have {block_tokens} tokens, not {tiles.tokens}"
     assert x_TI.dtype == bank.dtype, f"x is {x_TI.dtype}, the adapters are {bank.dtype}"
     assert x_TI.shape[0] == y_TO.shape[0], f"x has {x_TI.shape[0]} tokens, y {y_TO.shape[0]}"
     assert y_TO.shape[1] >= table.outputs, f"y has {y_TO.shape[1]} columns, the table {table.outputs}"
     assert x_TI.stride(1) == y_TO.stride(1) == 1, "rows of x and y must be contiguous"
     assert bank.is_contiguous(), "the bank must be contiguous"
+
+
+def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Makes the tensor's device the current one, to which launches go."""
+    if tensor.device.type == "cpu":
+        return nullcontext()
+    return torch.accelerator.device_index(tensor.device.index)

@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 
 from marlaas_kernels.table import SegmentTable
-from marlaas_kernels.triton.common import a_rows, column_tile, column_tiles, grid, operand_dtype, sum_of_splits
+from marlaas_kernels.triton.common import TABLE, a_rows, column_tile, column_tiles, grid, operand_dtype, sum_of_splits
 from marlaas_kernels.triton.config import Tiles, rank_block
 
 
-@triton.jit
+@triton.jit(do_not_specialize=TABLE)
 def _shrink_kernel(
     h_ptr,
     x_ptr,
@@ -66,7 +66,7 @@ def _shrink_kernel(
     tl.store(h_ptr + h_row[:, None] + rows[None, :], scaled, mask=is_token[:, None] & (rows < PARTS * rank)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=TABLE)
 def _expand_kernel(
     y_ptr,
     h_ptr,
@@ -94,22 +94,22 @@ def _expand_kernel(
     if offset < 0:
         return
     offset = tl.multiple_of(offset, VECTOR)
-    rank = tl.multiple_of(tl.load(rank_ptr + segment), VECTOR)
+    rank = tl.load(rank_ptr + segment)
     size = tl.multiple_of(tl.load(column_ptr + 2 * part + 1), VECTOR)
     columns = column + tl.arange(0, BLOCK_O)
     is_column = columns < size
     tokens = tl.load(block_token_ptr + tl.program_id(0)) + tl.arange(0, BLOCK_T)
     is_token = tokens < tl.load(end_ptr + segment)
     h_row = tokens.to(tl.int64) * h_stride + part * rank
-    b_row = offset + columns.to(tl.int64) * rank
     accumulator = tl.zeros((BLOCK_T, BLOCK_O), dtype=tl.float32)
     for r in range(0, rank, BLOCK_R):
         ranks = r + tl.arange(0, BLOCK_R)
-        is_rank = (ranks < rank)[None, :]
+        is_rank = ranks < rank
         h_at = h_ptr + h_row[:, None] + ranks[None, :]
-        h = sum_of_splits(h_at, is_token[:, None] & is_rank, h_split_stride, SPLITS)
-        b = tl.load(bank_ptr + b_row[:, None] + ranks[None, :], mask=is_column[:, None] & is_rank, other=0.0)
-        accumulator = tl.dot(h.to(OPERAND), tl.trans(b.to(OPERAND)), accumulator, input_precision="ieee")
+        h = sum_of_splits(h_at, is_token[:, None] & is_rank[None, :], h_split_stride, SPLITS)
+        b_row = offset + ranks.to(tl.int64) * size
+        b = tl.load(bank_ptr + b_row[:, None] + columns[None, :], mask=is_rank[:, None] & is_column[None, :], other=0.0)
+        accumulator = tl.dot(h.to(OPERAND), b.to(OPERAND), accumulator, input_precision="ieee")
     start = tl.multiple_of(tl.load(column_ptr + 2 * part), VECTOR)
     y_at = y_ptr + (tokens.to(tl.int64) * y_stride)[:, None] + (start + columns)[None, :]
     mask = is_token[:, None] & is_column[None, :]
@@ -123,20 +123,21 @@ def shrink(x_TI: torch.Tensor, bank: torch.Tensor, table: SegmentTable, tiles: T
     Row t has its own adapter's part p and rank r in column p * rank + r; columns beyond parts * rank, and rows of
     tokens without adapter, are not written.
     """
+    segments = table.segments
     splits = tiles.splits_of(x_TI.shape[1])
-    h_STC = x_TI.new_empty(splits, x_TI.shape[0], table.parts * table.max_rank, dtype=torch.float32)
-    if table.blocks == 0:
+    h_STC = x_TI.new_empty(splits, x_TI.shape[0], table.parts * segments.max_rank, dtype=torch.float32)
+    if segments.blocks == 0:
         return h_STC
     row_tiles = triton.cdiv(h_STC.shape[2], tiles.rows)
-    _shrink_kernel[grid(table.blocks, row_tiles * splits, tiles)](
+    _shrink_kernel[grid(segments.blocks, row_tiles * splits, tiles)](
         h_STC,
         x_TI,
         bank,
-        table.block_segment_N,
-        table.block_token_N,
-        table.end_G,
-        table.rank_G,
-        table.scale_G,
+        segments.block_segment_N,
+        segments.block_token_N,
+        segments.end_G,
+        segments.rank_G,
+        segments.scale_G,
         table.a_offset_GP,
         x_TI.shape[1],
         triton.cdiv(triton.cdiv(x_TI.shape[1], splits), tiles.inputs) * tiles.inputs,
@@ -157,16 +158,17 @@ def shrink(x_TI: torch.Tensor, bank: torch.Tensor, table: SegmentTable, tiles: T
 
 def expand_(y_TO: torch.Tensor, h_STC: torch.Tensor, bank: torch.Tensor, table: SegmentTable, tiles: Tiles) -> None:
     """Adds B h of every part to y `[T, O]` in place, h being what `shrink` returned."""
-    if table.blocks == 0:
+    segments = table.segments
+    if segments.blocks == 0:
         return
-    _expand_kernel[grid(table.blocks, column_tiles(table, tiles), tiles)](
+    _expand_kernel[grid(segments.blocks, column_tiles(table, tiles), tiles)](
         y_TO,
         h_STC,
         bank,
-        table.block_segment_N,
-        table.block_token_N,
-        table.end_G,
-        table.rank_G,
+        segments.block_segment_N,
+        segments.block_token_N,
+        segments.end_G,
+        segments.rank_G,
         table.b_offset_GP,
         table.column_P2,
         y_TO.stride(0),
@@ -176,7 +178,7 @@ def expand_(y_TO: torch.Tensor, h_STC: torch.Tensor, bank: torch.Tensor, table: 
         SPLITS=h_STC.shape[0],
         BLOCK_T=tiles.tokens,
         BLOCK_O=tiles.columns,
-        BLOCK_R=rank_block(table.max_rank),
+        BLOCK_R=rank_block(segments.max_rank),
         VECTOR=table.vector,
         OPERAND=operand_dtype(bank),
         **tiles.launch,
