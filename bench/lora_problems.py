@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from marlaas_kernels.reference import segment_lora, segment_lora_backward
-from marlaas_kernels.table import SegmentTable
+from marlaas_kernels.table import Segments, SegmentTable
 from marlaas_kernels.triton.config import Tiles
 
 # Largest error over largest magnitude of an output. Half precision: operands and outputs are rounded to 8 or 11 bits.
@@ -64,7 +64,8 @@ class Problem:
         a_offsets, b_offsets, elements = _offsets(adapters, inputs, sizes, padding)
         columns = [(sum(sizes[:p]), size) for p, size in enumerate(sizes)]
         ranks, scales = [a.rank for a in adapters], [a.scale for a in adapters]
-        table = SegmentTable.of(spans, ranks, scales, a_offsets, b_offsets, columns, block_tokens, device)
+        segments = Segments.of(spans, ranks, scales, block_tokens, device)
+        table = SegmentTable.of(segments, a_offsets, b_offsets, columns)
         bank = draw(elements)
         for adapter, a_row, b_row in zip(adapters, a_offsets, b_offsets, strict=True):
             for a, b, size in zip(a_row, b_row, sizes, strict=True):
@@ -79,7 +80,7 @@ class Problem:
             bank,
             table,
             torch.randn(elements, generator=generator, device=device),
-            table.moved(a_offsets, b_offsets),
+            SegmentTable.of(segments, a_offsets, b_offsets, columns),
         )
 
     def errors(self, tiles: Tiles) -> dict[str, float]:
@@ -104,7 +105,7 @@ class Problem:
 
     def poisoned(self, segment: int) -> Problem:
         """The same with one adapter that is not a number."""
-        bank, rank = self.bank.clone(), int(self.table.rank_G[segment])
+        bank, rank = self.bank.clone(), int(self.table.segments.rank_G[segment])
         for part, (_, size) in enumerate(self.table.columns):
             a, b = int(self.table.a_offset_GP[segment, part]), int(self.table.b_offset_GP[segment, part])
             if a >= 0:
@@ -134,7 +135,7 @@ def _move(
 ) -> None:
     """Adds the matrices of one bank to those of another with the same segments."""
     offsets, places = (getattr(t, f"{matrix}_offset_GP").tolist() for t in (table, moved))
-    for segment, rank in enumerate(table.rank_G.tolist()):
+    for segment, rank in enumerate(table.segments.rank_G.tolist()):
         for part, (_, size) in enumerate(table.columns):
             if offsets[segment][part] >= 0:
                 length = rank * (inputs if matrix == "a" else size)

@@ -6,6 +6,8 @@ import pytest
 import torch
 from engine import tiny_model
 
+from marlaas_kernels import registry
+
 pytest_plugins = ["service_fixtures"]
 
 
@@ -19,3 +21,17 @@ def tiny(model_cache):
     """The tiny random Llama in fp32, shared by all tests: its weights are frozen."""
     torch.set_num_threads(1)
     return tiny_model(model_cache)
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """Kernels run in Triton's interpreter; for modules that import `interpreter`."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TRITON_INTERPRET", "1")
+        yield
+
+
+@pytest.fixture
+def kernels_everywhere(interpreted, monkeypatch):
+    """Batches on a CPU are computed by the Triton kernels too, in the interpreter."""
+    monkeypatch.setitem(registry.KERNELS, "cpu", registry.triton_kernels)
