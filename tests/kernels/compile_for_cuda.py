@@ -1,11 +1,11 @@
 """Compiles every Triton kernel for a CUDA device that need not be there: python compile_for_cuda.py {decode,long} DTYPE.
 
-Prints one line a kernel: its name, and the widest global load of its PTX in bytes.
+Prints one line a kernel: its name, the widest global load of its PTX in bytes, and how often it was compiled for two
+batches whose tables lie differently in memory.
 """
 
 import re
 import sys
-from functools import partialmethod
 
 import torch
 import triton
@@ -15,6 +15,9 @@ from triton.runtime.jit import JITFunction
 from bench.lora_problems import Adapter, Problem
 from marlaas_kernels.triton.config import Shape, tiles_of
 from marlaas_kernels.triton.op import segment_lora_, segment_lora_backward
+
+ALL = (True,) * 3
+BATCHES = ([Adapter(1, 8, targets=ALL), Adapter(3, 16, targets=ALL)], [Adapter(n, 16, targets=ALL) for n in (2, 1, 1)])
 
 
 class Hopper:
@@ -37,23 +40,22 @@ def widest_load(ptx):
 
 
 def main(shape, dtype):
-    compiled = []
+    compiled = {}
     run = JITFunction.run
 
     def compile_only(self, *args, **kwargs):
-        kwargs["warmup"] = True
-        compiled.append((self.__name__, run(self, *args, **kwargs)))
+        compiled.setdefault(self.__name__, []).append(run(self, *args, **kwargs | {"warmup": True}))
 
     JITFunction.run = compile_only
     triton.runtime.driver.set_active(Hopper())
     tiles = tiles_of("cuda", shape)
-    p = Problem.random([Adapter(1, 8, targets=(True,) * 3), Adapter(3, 16, targets=(True,) * 3)], 2048, (2048, 512, 512), dtype, tiles.tokens)
-    meta = {name: value.to("meta") for name, value in vars(p).items() if isinstance(value, torch.Tensor)}
-    x, y, dy, bank, gradients = (meta[k] for k in ("x_TI", "y_TO", "dy_TO", "bank", "gradients"))
-    h = segment_lora_(y, x, bank, p.table, tiles)
-    segment_lora_backward(dy, x, h, bank, p.table, gradients, p.gradient_table, tiles)
-    for name, kernel in compiled:
-        print(name, widest_load(kernel.asm["ptx"]))
+    for adapters in BATCHES:
+        p = Problem.random(adapters, 2048, (2048, 512, 512), dtype, tiles.tokens)
+        x, y, dy, bank, gradients = (t.to("meta") for t in (p.x_TI, p.y_TO, p.dy_TO, p.bank, p.gradients))
+        h = segment_lora_(y, x, bank, p.table, tiles)
+        segment_lora_backward(dy, x, h, bank, p.table, gradients, p.gradient_table, tiles)
+    for name, kernels in compiled.items():
+        print(name, widest_load(kernels[0].asm["ptx"]), len(set(map(id, kernels))))
 
 
 if __name__ == "__main__":

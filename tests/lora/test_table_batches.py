@@ -5,7 +5,7 @@ from dataclasses import replace
 import interpreter  # noqa: F401
 import pytest
 import torch
-from engine import random_adapter, random_batch, resident, tenant
+from engine import random_adapter, random_batch, resident, tenant, tiny_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -126,7 +126,7 @@ def test_tables_are_made_once_a_batch_and_kind_of_linear(tiny, kernels_everywher
     assert len(made) == 2 * 4, "of the weights and of the gradients"
 
 
-def updated(base):
+def updated(base, steps):
     specs = {
         "a/x": tenant("a", lora={"rank": 4, "alpha": 8}, seed=1),
         "b/x": tenant("b", lora={"rank": 12, "alpha": 8, "targets": ["q_proj", "v_proj", "down_proj"]}, seed=2),
@@ -134,19 +134,27 @@ def updated(base):
     trainer = Trainer(base, slots=3, slot_size=40_000, micro_batch_tokens=96)
     for job, spec in specs.items():
         trainer.open(job, spec)
-    for step in range(2):
+    for step in range(steps):
         results = trainer.update([random_batch(base, job, 10 * step + i) for i, job in enumerate(specs)])
         assert [r.version for r in results.values()] == [step + 1] * 2
     return {job: trainer._slots.read(job) for job in specs}
 
 
 def test_updates_of_a_trainer(tiny, kernels_everywhere, monkeypatch):
-    got = updated(tiny)
+    got = updated(tiny, steps=2)
     monkeypatch.delitem(registry.KERNELS, "cpu")
-    for job, (weights, first, second) in updated(tiny).items():
+    for job, (weights, first, second) in updated(tiny, steps=2).items():
         torch.testing.assert_close(got[job][0], weights, rtol=0, atol=1e-5)
         torch.testing.assert_close(got[job][1], first, rtol=0, atol=1e-5 * float(first.abs().max()))
         torch.testing.assert_close(got[job][2], second, rtol=0, atol=1e-4 * float(second.abs().max()))
+
+
+def test_an_update_of_a_trainer_whose_model_is_in_bfloat16(model_cache, kernels_everywhere, monkeypatch):
+    base = tiny_model(model_cache, "bfloat16")
+    got = updated(base, steps=1)
+    monkeypatch.delitem(registry.KERNELS, "cpu")
+    for job, (_, first, _) in updated(base, steps=1).items():
+        torch.testing.assert_close(got[job][1], first, rtol=0, atol=3e-2 * float(first.abs().max()))
 
 
 def sampled(base, adapters):
