@@ -1,7 +1,7 @@
-"""Compiles every Triton kernel for a CUDA device that need not be there: python compile_for_cuda.py {decode,long} DTYPE.
+"""Compiles every Triton kernel for a CUDA device that need not be there: compile_for_cuda.py {decode,long} DTYPE {80,90}.
 
-Prints one line a kernel: its name, the widest global load of its PTX in bytes, and how often it was compiled for two
-batches whose tables lie differently in memory.
+Prints one line a kernel: its name, the widest global load of its PTX in bytes, how often it was compiled for two
+batches whose tables lie differently in memory, and the shared memory that a program takes, in bytes.
 """
 
 import re
@@ -20,11 +20,14 @@ ALL = (True,) * 3
 BATCHES = ([Adapter(1, 8, targets=ALL), Adapter(3, 16, targets=ALL)], [Adapter(n, 16, targets=ALL) for n in (2, 1, 1)])
 
 
-class Hopper:
+class Device:
     """What the launcher asks a driver before it compiles."""
 
+    def __init__(self, capability):
+        self.target = GPUTarget("cuda", capability, 32)
+
     def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
+        return self.target
 
     def get_current_device(self):
         return 0
@@ -39,7 +42,7 @@ def widest_load(ptx):
     return max(loads + [int(size) for size in re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, 0x([\da-f]+)", ptx)])
 
 
-def main(shape, dtype):
+def main(shape, dtype, capability):
     compiled = {}
     run = JITFunction.run
 
@@ -47,7 +50,7 @@ def main(shape, dtype):
         compiled.setdefault(self.__name__, []).append(run(self, *args, **kwargs | {"warmup": True}))
 
     JITFunction.run = compile_only
-    triton.runtime.driver.set_active(Hopper())
+    triton.runtime.driver.set_active(Device(capability))
     tiles = tiles_of("cuda", shape)
     for adapters in BATCHES:
         p = Problem.random(adapters, 2048, (2048, 512, 512), dtype, tiles.tokens)
@@ -55,8 +58,9 @@ def main(shape, dtype):
         h = segment_lora_(y, x, bank, p.table, tiles)
         segment_lora_backward(dy, x, h, bank, p.table, gradients, p.gradient_table, tiles)
     for name, kernels in compiled.items():
-        print(name, widest_load(kernels[0].asm["ptx"]), len(set(map(id, kernels))))
+        one = kernels[0]
+        print(name, widest_load(one.asm["ptx"]), len(set(map(id, kernels))), one.metadata.shared)
 
 
 if __name__ == "__main__":
-    main(Shape(sys.argv[1]), getattr(torch, sys.argv[2]))
+    main(Shape(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3]))
