@@ -277,12 +277,12 @@ def _ratio(above: float, below: float) -> float:
 def by_weight(amounts: Sequence[float], weights: Sequence[float]) -> list[float]:
     """Each amount over what its weight entitles to, of all that there is: 1 when shares are as the weights."""
     unit = sum(amounts) / sum(weights)
-    return [amount / (unit * weight) for amount, weight in zip(amounts, weights, strict=True)]
+    return [_ratio(amount, unit * weight) for amount, weight in zip(amounts, weights, strict=True)]
 
 
 def jain(shares: Sequence[float]) -> float:
     """Jain's fairness index (Jain, Chiu, Hawe 1984): 1 when all are equal, 1/n when one has everything."""
-    return sum(shares) ** 2 / (len(shares) * sum(share**2 for share in shares))
+    return _ratio(sum(shares) ** 2, len(shares) * sum(share**2 for share in shares))
 
 
 Measurement = Callable[[Settings], Coroutine[Any, Any, Measured]]

@@ -90,9 +90,7 @@ class Problem:
         x, dy, bank = self.x_TI.double(), self.dy_TO.double(), self.bank.double()
         y, gradients = self.y_TO.clone(), self.gradients.clone()
         h_STC = segment_lora_(y, self.x_TI, self.bank, self.table, tiles)
-        dx = triton_backward(
-            self.dy_TO, self.x_TI, h_STC, self.bank, self.table, gradients, self.gradient_table, tiles
-        )
+        dx = triton_backward(self.dy_TO, self.x_TI, h_STC, self.bank, self.table, gradients, self.gradient_table, tiles)
         wanted_dx, dbank = segment_lora_backward(dy, x, bank, self.table)
         wanted_gradients = self.gradients.double()
         for matrix in ("a", "b"):

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from marlaas import cpu_layers
+from marlaas.cpu_kernels import runs_here
 from marlaas.errors import ModelError
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
@@ -123,6 +125,7 @@ class Transformer:
         rotary = model.model.rotary_emb
         self.inverse_frequency = rotary.inv_freq.detach().float()
         self.rope_scale = float(rotary.attention_scaling)
+        self._on_processor = runs_here(self.device, self.dtype)
 
     @property
     def device(self) -> torch.device:
@@ -173,14 +176,10 @@ class Transformer:
         for index, layer in enumerate(self.layers):
             x = self._norm(hidden, layer.attention_norm)
             qkv = self._linear(layer.qkv, x, lora).view(-1, g.heads + 2 * g.kv_heads, g.head_dim)
-            query, key, value = qkv.split([g.heads, g.kv_heads, g.kv_heads], dim=1)
-            if layer.query_norm is not None and layer.key_norm is not None:
-                query, key = self._norm(query, layer.query_norm), self._norm(key, layer.key_norm)
-            query, key = _rotate(query, cos_TD, sin_TD), _rotate(key, cos_TD, sin_TD)
+            query, key, value = self._turned(layer, qkv, cos_TD, sin_TD)
             hidden = hidden + self._linear(layer.output, attend(index, query, key, value), lora)
             x = self._norm(hidden, layer.mlp_norm)
-            gate, up = self._linear(layer.gate_up, x, lora).chunk(2, dim=-1)
-            hidden = hidden + self._linear(layer.down, F.silu(gate) * up, lora)
+            hidden = hidden + self._linear(layer.down, self._activated(self._linear(layer.gate_up, x, lora)), lora)
         return self._norm(hidden, self.final_norm)
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
@@ -191,7 +190,32 @@ class Transformer:
         y_TO = F.linear(x_TI, site.weight, site.bias)
         return y_TO if lora is None else lora.add(site, x_TI, y_TO)
 
+    def _turned(
+        self, layer: Layer, qkv_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value, the first two rotated."""
+        g = self.geometry
+        sizes, half = [g.heads, g.kv_heads, g.kv_heads], g.head_dim // 2
+        plain = layer.query_norm is None or layer.key_norm is None
+        if plain and self._on_processor:
+            cos_TF, sin_TF = (t[:, 0, :half].float().contiguous() for t in (cos_T1D, sin_T1D))
+            qkv_THD = cpu_layers.rotate_(qkv_THD, g.heads + g.kv_heads, cos_TF, sin_TF)
+            query, key, value = qkv_THD.split(sizes, dim=1)
+            return query, key, value
+        query, key, value = qkv_THD.split(sizes, dim=1)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query, key = self._norm(query, layer.query_norm), self._norm(key, layer.key_norm)
+        return _rotate(query, cos_T1D, sin_T1D), _rotate(key, cos_T1D, sin_T1D), value
+
+    def _activated(self, gate_up_TI: torch.Tensor) -> torch.Tensor:
+        if self._on_processor:
+            return cpu_layers.silu_product(gate_up_TI)
+        gate, up = gate_up_TI.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if self._on_processor and x.dim() == 2:
+            return cpu_layers.rms_norm(x, weight, self.geometry.rms_epsilon)
         return F.rms_norm(x, weight.shape, weight, self.geometry.rms_epsilon)
 
     def _rope(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -13,17 +14,18 @@ CONSTRAINTS = ROOT / "constraints.txt"
 MARKER = "installed.txt"
 
 
-def peer_python(name: str, requirements: list[str]) -> Path:
+def peer_python(name: str, requirements: list[str], without: Sequence[str] = ()) -> Path:
     """The Python of the environment `.bench/NAME`, made at the first call and again when what it should hold changes.
 
-    `requirements` are lines as pip takes them. torch is the one of constraints.txt, whatever the peer asks for. Raises
-    subprocess.CalledProcessError when an installation fails; pip has said why on standard error.
+    `requirements` are lines as pip takes them; the packages `without` are removed after the installation, whoever asked
+    for them. torch is the one of constraints.txt, whatever the peer asks for. Raises subprocess.CalledProcessError when
+    an installation fails; pip has said why on standard error.
     """
     folder = ENVIRONMENTS / name
     python = folder / "bin" / "python"
     marker = folder / MARKER
     torch = pinned_torch()
-    installed = "\n".join([torch, *requirements]) + "\n"
+    installed = "\n".join([torch, *requirements, *(f"without {package}" for package in without)]) + "\n"
     if marker.is_file() and marker.read_text() == installed:
         return python
     print(f"making the environment of {name} in {folder}", file=sys.stderr, flush=True)
@@ -35,6 +37,8 @@ def peer_python(name: str, requirements: list[str]) -> Path:
         # In a call of its own: resolved together with packages that ask for any torch, pip may take a CUDA build.
         subprocess.run([*install, torch], check=True)
         subprocess.run([*install, "-c", constraints.name, *requirements], check=True)
+    if without:
+        subprocess.run([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *without], check=True)
     marker.write_text(installed)
     return python
 

@@ -119,7 +119,7 @@ class AdapterLayout:
         return table
 
     def offsets(self, site: Site) -> torch.Tensor:
-        """int64 `[2, layers, parts]`: where each part's A and B begin at the site's kind of linear; -1: not targeted."""
+        """int64 `[2, layers, parts]`: where each part's A and B begin at the site's kind of linear, or -1."""
         kind = site.parts[0].module
         if kind not in self._offsets:
             layers = [self._part_offsets(self._sites.get((layer, kind))) for layer in range(self._table_shape[0])]

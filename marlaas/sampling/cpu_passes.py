@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,7 @@ from marlaas.transformer import Transformer
 _SMALL = 8  # tokens, unless measured
 _SIZES = (1, 2, 4, 8, 16, 32)
 _RUNS = 3
+_LEAST_OF_A_THREAD = 8  # tokens
 
 
 @dataclass
@@ -70,6 +74,22 @@ class FlatPass:
         rows = {Row(None): index for index in range(count)}
         return cls(tokens, np.full(count, position, dtype=np.int64), np.arange(count, dtype=np.int64), rows)
 
+    def split(self, most: int) -> Iterator[FlatPass]:
+        """At most so many passes, one after another, of about as many tokens each; a row's tokens stay together."""
+        size = len(self.tokens)
+        parts = max(1, min(most, size // _LEAST_OF_A_THREAD))
+        ends = np.array(sorted(self.last.values())) + 1
+        cuts = {0, size, *(int(ends[np.abs(ends - size * i / parts).argmin()]) for i in range(1, parts))}
+        for start, end in pairwise(sorted(cuts)):
+            window = slice(start, end)
+            yield FlatPass(
+                self.tokens[window],
+                self.positions[window],
+                self.rows[window],
+                {row: token - start for row, token in self.last.items() if start <= token < end},
+                [(a, max(s, start) - start, min(e, end) - start) for a, s, e in self.segments if s < end and e > start],
+            )
+
 
 class CpuPasses:
     """The base model as the kernel takes it. Nothing is copied: it reads the weights where they are."""
@@ -98,6 +118,7 @@ class CpuPasses:
             intermediate=t.layers[0].down.inputs,
             like=as_array(t.embedding[:0, 0]),
         )
+        self._threads: ThreadPoolExecutor | None = None
         self._keys, self._values = as_array(cache.keys), as_array(cache.values)
         self._tables: dict[AdapterShape, np.ndarray] = {}
         self._stacked = lru_cache(maxsize=64)(self._stack)
@@ -125,14 +146,24 @@ class CpuPasses:
 
     def _logits(self, what: FlatPass, rows: Sequence[Row], whole: bool) -> torch.Tensor:
         last = np.array([what.last[row] for row in rows], dtype=np.int64)
-        lora = self._lora(what.segments)
-        if not whole:
-            return self._transformer.logits(self._hidden_states(what, lora)[torch.from_numpy(last)])
-        out = self._step.forward(
-            self._weights, lora, self._keys, self._values, what.tokens, what.positions, what.rows, last
-        )
-        return torch.from_numpy(out)
+        if whole:
+            lora = self._lora(what.segments)
+            out = self._step.forward(
+                self._weights, lora, self._keys, self._values, what.tokens, what.positions, what.rows, last
+            )
+            return torch.from_numpy(out)
+        return self._transformer.logits(self._by_threads(what)[torch.from_numpy(last)])
 
+    def _by_threads(self, what: FlatPass) -> torch.Tensor:
+        """Final hidden states `[T, hidden]`. Each of torch's threads takes its own rows through all layers."""
+        parts = [(part, self._lora(part.segments)) for part in what.split(torch.get_num_threads())]
+        if len(parts) == 1:
+            return self._hidden_states(*parts[0])
+        if self._threads is None:
+            self._threads = _threads_of_their_own(torch.get_num_threads())
+        return torch.cat(list(self._threads.map(lambda part: self._hidden_states(*part), parts)))
+
+    @torch.inference_mode()
     def _hidden_states(self, what: FlatPass, lora: Any) -> torch.Tensor:
         """Final hidden states `[T, hidden]`, torch's products and our blocks in turns."""
         t, g, weights = self._transformer, self._transformer.geometry, self._weights
@@ -192,6 +223,17 @@ def cpu_passes(transformer: Transformer, cache: KeyValueCache, adapters: PagedAd
     if not runs_here(transformer.device, transformer.dtype):
         return None
     return CpuPasses(transformer, cache, adapters)
+
+
+def _threads_of_their_own(count: int) -> ThreadPoolExecutor:
+    """Threads in which torch computes with one thread each."""
+    together = Barrier(count)
+    threads = ThreadPoolExecutor(
+        count, thread_name_prefix="marlaas-pass", initializer=torch.set_num_threads, initargs=(1,)
+    )
+    list(threads.map(lambda _: together.wait(), range(count)))
+    torch.set_num_threads(count)  # what threads to come have is the last number that any thread set
+    return threads
 
 
 def _addresses(layers: Any) -> np.ndarray:

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from marlaas.attention import Block
+from marlaas.attention import Block, BlockAttention
+from marlaas.cpu_kernels import runs_here
+from marlaas.cpu_layers import BranchAttention
 from marlaas.training.batch import TrainingSample
 from marlaas.training.logprobs import Targets
-from marlaas.training.packing import Row, attention_mask
+from marlaas.training.packing import Row, attention_mask, stretches
+from marlaas.transformer import Attention
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class MicroBatch:
 
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
-    blocks: Sequence[Block]
+    attend: Attention
     predicts_N: torch.Tensor
     targets: Targets
     behaviour_N: torch.Tensor
@@ -52,7 +55,7 @@ class MicroBatch:
 
 def build(parts: Sequence[JobRows], dtype: torch.dtype, device: torch.device) -> MicroBatch:
     """Pads each job's rows to that job's longest and lays all out in one batch."""
-    tokens, positions, predicts, targets, sample_of, blocks = [], [], [], [], [], []
+    tokens, positions, predicts, targets, sample_of = [], [], [], [], []
     token_spans, target_spans, drawn = [], [], []
     start, target_start = 0, 0
     for part in parts:
@@ -68,7 +71,6 @@ def build(parts: Sequence[JobRows], dtype: torch.dtype, device: torch.device) ->
                 (s.logprobs[p], s.temperature, s.top_p, s.top_k)
                 for s, p in zip((part.samples[i] for i in row.sample), row.place, strict=True)
             ]
-        blocks.append(Block(len(part.rows), length, attention_mask(part.rows, length, dtype, device)))
         token_spans.append((start, start + part.padded_tokens))
         target_spans.append((target_start, target_start + part.sampled_tokens))
         start, target_start = token_spans[-1][1], target_spans[-1][1]
@@ -80,7 +82,7 @@ def build(parts: Sequence[JobRows], dtype: torch.dtype, device: torch.device) ->
     return MicroBatch(
         tokens_T=on_device(np.concatenate(tokens), torch.long),
         positions_T=on_device(np.concatenate(positions), torch.long),
-        blocks=blocks,
+        attend=_attention(parts, [start for start, _ in token_spans], dtype, device),
         predicts_N=on_device(np.concatenate(predicts), torch.long),
         targets=Targets(
             on_device(np.concatenate(targets), torch.long),
@@ -93,3 +95,11 @@ def build(parts: Sequence[JobRows], dtype: torch.dtype, device: torch.device) ->
         token_spans=token_spans,
         target_spans=target_spans,
     )
+
+
+def _attention(parts: Sequence[JobRows], starts: Sequence[int], dtype: torch.dtype, device: torch.device) -> Attention:
+    if runs_here(device, dtype):
+        found = [stretches(part.rows, part.length, start) for part, start in zip(parts, starts, strict=True)]
+        return BranchAttention(np.concatenate(found))
+    masks = [attention_mask(part.rows, part.length, dtype, device) for part in parts]
+    return BlockAttention([Block(len(p.rows), p.length, mask) for p, mask in zip(parts, masks, strict=True)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -34,6 +35,13 @@ class Row:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def first_branch(self) -> Row:
+        """The prefix and its first branch alone."""
+        tokens, targets = self.branch <= 1, self.sample == self.sample[0]
+        row = (self.tokens, self.positions, self.branch), (self.predicts, self.targets, self.sample, self.place)
+        return Row(*(array[tokens] for array in row[0]), *(array[targets] for array in row[1]))
 
 
 def pack_group(samples: Sequence[tuple[int, TrainingSample]], longest: int, pair_cost: float = 0.0) -> Iterator[Row]:
@@ -88,6 +96,21 @@ def _row(samples: Sequence[tuple[int, TrainingSample]], prefix: int) -> Row:
         start += own
     rows = (tokens, positions, branches, predicts, targets, sample_ids, places)
     return Row(*(np.concatenate(r).astype(np.int64) for r in rows))
+
+
+def stretches(rows: Sequence[Row], length: int, start: int) -> np.ndarray:
+    """What `attention_mask` says, for tokens that begin at `start` of a flat batch: int64 `[S, 4]`.
+
+    A branch each: its begin and end, and begin and end of the prefix that it sees; the prefix sees itself.
+    """
+    found = []
+    for index, row in enumerate(rows):
+        begin = start + index * length
+        ends = begin + np.flatnonzero(np.diff(row.branch, append=-1)) + 1
+        prefix_end = int(ends[0]) if row.branch[0] == 0 else begin
+        for first, end in pairwise([begin, *map(int, ends)]):
+            found.append((first, end, begin, begin if first == begin else prefix_end))
+    return np.array(found, dtype=np.int64)
 
 
 def attention_mask(rows: Sequence[Row], length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:

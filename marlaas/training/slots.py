@@ -87,8 +87,8 @@ class TrainingSlots:
         """The vectors of a job that is on the device."""
         place = self._jobs[job]
         assert place.slot is not None, f"{job} is not on the device"
-        vectors = self._slots[place.slot, :, : place.size].unbind()
-        return JobVectors(*vectors, self._rounded[place.slot, : place.size])
+        weights, gradient, first, second = self._slots[place.slot, :, : place.size].unbind()
+        return JobVectors(weights, gradient, first, second, self._rounded[place.slot, : place.size])
 
     def read(self, job: str) -> torch.Tensor:
         """A copy `[3, size]` on the host of weights, first and second moment, wherever they are."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from marlaas.attention import BlockAttention
+from marlaas.cpu_kernels import runs_here
 from marlaas.errors import AdapterError, BatchError, MarlaasError
 from marlaas.lora import AdapterLayout, AdapterShape, LoraBatch, Segment
 from marlaas.models import BaseModel
@@ -118,8 +118,11 @@ def take_rows(parts: Sequence[tuple[str, _Prepared]], budget: int) -> list[JobRo
 def _pair_cost(transformer: Transformer) -> float:
     """Cost of a (query, key) pair of attention in terms of one token's linear layers: by operations, and measured.
 
-    On CPUs attention reached a quarter of the rate of matrix products.
+    torch's attention reached a quarter of the rate of matrix products on CPUs. Where the processor's kernels attend,
+    branches that do not see each other cost nothing.
     """
+    if runs_here(transformer.device, transformer.dtype):
+        return 0.0
     g = transformer.geometry
     linear = sum(site.weight.numel() for site in transformer.sites)
     return _ATTENTION_SLOWNESS * 2 * g.layers * g.heads * g.head_dim / linear
@@ -333,19 +336,18 @@ class Trainer:
         return LoraBatch(segments)
 
     def _hidden(self, batch: MicroBatch, lora: LoraBatch | None) -> torch.Tensor:
-        attend = BlockAttention(batch.blocks)
-        return self.base.transformer.hidden_states(batch.tokens_T, batch.positions_T, attend, lora)
+        return self.base.transformer.hidden_states(batch.tokens_T, batch.positions_T, batch.attend, lora)
 
     @torch.no_grad()
     def _reference_logprobs(self, micro: Sequence[JobRows]) -> list[torch.Tensor | None]:
-        """Base log-probs of each part's tokens: of all if the loss needs them, else of the job's first row once."""
+        """Base log-probs of each part's tokens: of all if the loss needs them, else of the job's first sample."""
         chosen: list[JobRows | None] = []
         for part in micro:
             job = self._jobs[part.job]
             if job.spec.algorithm.kl_coefficient > 0:
                 chosen.append(part)
             elif self._active[part.job].sums.tokens == 0:
-                chosen.append(JobRows(part.job, part.rows[:1], part.samples))
+                chosen.append(JobRows(part.job, [part.rows[0].first_branch], part.samples))
             else:
                 chosen.append(None)
         wanted = [part for part in chosen if part is not None]

@@ -1,4 +1,4 @@
-"""Compiles every Triton kernel for a CUDA device that need not be there: compile_for_cuda.py {decode,long} DTYPE {80,90}.
+"""Compiles every Triton kernel for a CUDA device that need not be there: compile_for_cuda.py SHAPE DTYPE {80,90}.
 
 Prints one line a kernel: its name, the widest global load of its PTX in bytes, how often it was compiled for two
 batches whose tables lie differently in memory, and the shared memory that a program takes, in bytes.

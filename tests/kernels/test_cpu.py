@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from marlaas_kernels.cpu import attention, lora, primitives
+from marlaas_kernels.cpu import attention, lora, primitives, tiles
 from marlaas_kernels.reference import multi_lora
 
 TYPES = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
@@ -48,7 +48,7 @@ def test_products_of_a_few_rows(dtype, tolerance, tokens):
         y = torch.randn(tokens, outputs + 3, generator=generator)
         expected = y.clone()
         expected[1:, 2 : 2 + outputs] += x[1:] @ w.float().T
-        primitives.add_product(as_array(w), x.numpy(), y.numpy(), 1, tokens, 2)
+        tiles.add_product(as_array(w), x.numpy(), y.numpy(), 1, tokens, 2)
         torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -109,6 +109,6 @@ def test_attention_of_one_token(dtype, tolerance, heads, kv_heads, length):
 def test_what_is_not_a_number_stays_in_its_own_rows():
     x, y = torch.ones(4, 8), torch.zeros(4, 8)
     x[1] = torch.nan
-    primitives.add_product(torch.ones(8, 8).numpy(), x.numpy(), y.numpy(), 0, 4, 0)
+    tiles.add_product(torch.ones(8, 8).numpy(), x.numpy(), y.numpy(), 0, 4, 0)
     assert y[1].isnan().all()
     assert (y[[0, 2, 3]] == 8).all()

@@ -109,7 +109,11 @@ def test_gradients_beside_those_of_the_table_are_not_touched():
 @pytest.mark.parametrize("shape", Shape)
 def test_an_adapter_that_is_not_a_number_leaves_the_others_alone(shape):
     tiles = tiles_of("cpu", shape)
-    adapters = [Adapter(3, 4, targets=(True, True)), Adapter(6, 20, gap=1, targets=(True, True)), Adapter(2, 8, targets=(True, True))]
+    adapters = [
+        Adapter(3, 4, targets=(True, True)),
+        Adapter(6, 20, gap=1, targets=(True, True)),
+        Adapter(2, 8, targets=(True, True)),
+    ]
     clean = Problem.random(adapters, 20, (12, 6), torch.float32, tiles.tokens)
     results = []
     for problem in (clean, clean.poisoned(1)):

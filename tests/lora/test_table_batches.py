@@ -73,10 +73,7 @@ def test_one_linear_forward_and_backward(tiny, kernels_everywhere, dtype, drawn,
         patch.delitem(registry.KERNELS, "cpu")
         expected_gradients = gradients.clone()
         in_torch = LoraBatch(
-            [
-                replace(s, gradient=expected_gradients[s.gradient.storage_offset() :][: s.layout.size])
-                for s in segments
-            ]
+            [replace(s, gradient=expected_gradients[s.gradient.storage_offset() :][: s.layout.size]) for s in segments]
         )
         expected_y, expected_dx = trained(in_torch, site, x, y, dy)
     lora = LoraBatch(segments)
@@ -135,7 +132,9 @@ def updated(base, steps):
     for job, spec in specs.items():
         trainer.open(job, spec)
     for step in range(steps):
-        results = trainer.update([random_batch(base, job, 10 * step + i) for i, job in enumerate(specs)])
+        results = trainer.update(
+            [random_batch(base, job, 10 * step + i, groups=2, members=2) for i, job in enumerate(specs)]
+        )
         assert [r.version for r in results.values()] == [step + 1] * 2
     return {job: trainer._slots.read(job) for job in specs}
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from marlaas_kernels.cpu.primitives import FAST, add_expanded, add_product, matrix
+from marlaas_kernels.cpu.primitives import FAST, matrix
+from marlaas_kernels.cpu.tiles import add_expanded, add_product
 
 PARTS = 3  # of a fused linear, at most: q, k and v
 SITE = 2 + 2 * PARTS  # int64s that describe an adapter at a fused linear: offset (-1: none), parts, (column, size)...

@@ -26,7 +26,8 @@ from marlaas_kernels.cpu.model import (
     rope_tables,
     turn_heads,
 )
-from marlaas_kernels.cpu.primitives import FAST, add_product, as_float, matrix, vector
+from marlaas_kernels.cpu.primitives import FAST, as_float, matrix, vector
+from marlaas_kernels.cpu.tiles import add_product
 
 
 @njit(**FAST)

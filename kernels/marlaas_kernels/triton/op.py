@@ -16,7 +16,7 @@ def segment_lora_(
 ) -> torch.Tensor:
     """Adds each token's LoRA delta to y in place; returns the shrunk activations for `segment_lora_backward`.
 
-    x `[T, I]` in the bank's dtype (fp32, fp16 or bf16). tiles: those of the device for the table's blocks, if not given.
+    x `[T, I]` in the bank's dtype: fp32, fp16 or bf16. tiles: if not given, those of the device for the table's blocks.
     """
     tiles = tiles or tiles_of(x_TI.device.type, Shape.of(table.segments.block_tokens))
     check(x_TI, y_TO, bank, table, tiles)
