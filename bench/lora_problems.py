@@ -85,12 +85,14 @@ class Problem:
 
     def errors(self, tiles: Tiles) -> dict[str, float]:
         """Largest error of y, dx and the gradients, each over its largest magnitude; the reference runs in float64."""
-        from marlaas_kernels.triton.op import segment_lora_, segment_lora_backward as triton_backward
+        from marlaas_kernels.triton import op
 
         x, dy, bank = self.x_TI.double(), self.dy_TO.double(), self.bank.double()
         y, gradients = self.y_TO.clone(), self.gradients.clone()
-        h_STC = segment_lora_(y, self.x_TI, self.bank, self.table, tiles)
-        dx = triton_backward(self.dy_TO, self.x_TI, h_STC, self.bank, self.table, gradients, self.gradient_table, tiles)
+        h_STC = op.segment_lora_(y, self.x_TI, self.bank, self.table, tiles)
+        dx = op.segment_lora_backward(
+            self.dy_TO, self.x_TI, h_STC, self.bank, self.table, gradients, self.gradient_table, tiles
+        )
         wanted_dx, dbank = segment_lora_backward(dy, x, bank, self.table)
         wanted_gradients = self.gradients.double()
         for matrix in ("a", "b"):

@@ -33,5 +33,12 @@ def interpreted():
 
 @pytest.fixture
 def kernels_everywhere(interpreted, monkeypatch):
-    """Batches on a CPU are computed by the Triton kernels too, in the interpreter."""
-    monkeypatch.setitem(registry.KERNELS, "cpu", registry.triton_kernels)
+    """Batches on a CPU are computed by the Triton kernels too, in the interpreter; the list grows with each batch."""
+    batches = []
+
+    def counted(device_type, longest_segment):
+        batches.append(longest_segment)
+        return registry.triton_kernels(device_type, longest_segment)
+
+    monkeypatch.setitem(registry.KERNELS, "cpu", counted)
+    return batches

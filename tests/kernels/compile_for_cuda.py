@@ -39,7 +39,9 @@ class Device:
 def widest_load(ptx):
     """Bytes, e.g. 16 for ld.global.v4.b32 and for cp.async of 16 bytes."""
     loads = [int(n or 1) * int(bits) // 8 for n, bits in re.findall(r"ld\.global[\w.]*?(?:\.v(\d))?\.[bfu](\d+)", ptx)]
-    return max(loads + [int(size) for size in re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, 0x([\da-f]+)", ptx)])
+    return max(
+        loads + [int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, 0x([\da-f]+)", ptx)]
+    )
 
 
 def main(shape, dtype, capability):

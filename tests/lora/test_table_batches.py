@@ -141,6 +141,7 @@ def updated(base, steps):
 
 def test_updates_of_a_trainer(tiny, kernels_everywhere, monkeypatch):
     got = updated(tiny, steps=2)
+    assert kernels_everywhere
     monkeypatch.delitem(registry.KERNELS, "cpu")
     for job, (weights, first, second) in updated(tiny, steps=2).items():
         torch.testing.assert_close(got[job][0], weights, rtol=0, atol=1e-5)
@@ -151,6 +152,7 @@ def test_updates_of_a_trainer(tiny, kernels_everywhere, monkeypatch):
 def test_an_update_of_a_trainer_whose_model_is_in_bfloat16(model_cache, kernels_everywhere, monkeypatch):
     base = tiny_model(model_cache, "bfloat16")
     got = updated(base, steps=1)
+    assert kernels_everywhere
     monkeypatch.delitem(registry.KERNELS, "cpu")
     for job, (_, first, _) in updated(base, steps=1).items():
         torch.testing.assert_close(got[job][1], first, rtol=0, atol=3e-2 * float(first.abs().max()))
@@ -170,6 +172,7 @@ def test_samples_of_a_sampler(tiny, kernels_everywhere, monkeypatch):
     monkeypatch.setattr(native, "cpu_passes", lambda *given: None)
     adapters = {f"{name}/x/v1": random_adapter(tiny, 4 + i, i) for i, name in enumerate("ab")}
     got = sampled(tiny, adapters)
+    assert kernels_everywhere
     monkeypatch.delitem(registry.KERNELS, "cpu")
     for index, sample in sampled(tiny, adapters).items():
         assert got[index].tokens == sample.tokens

@@ -51,7 +51,7 @@ MIN_RANKS, MAX_RANKS = 16, 64  # of one rank block: a larger rank is a loop, a s
 # Its programs are at most 65535 a launch: at 64 tokens by 256 columns that is 48,000 tokens of 22,016 outputs.
 # It has no warps or stages to set. "cpu" is Triton's interpreter: tiles so small that small tests cross their borders.
 _TILES = {
-    ("cuda", Shape.DECODE): Tiles(DECODE_TOKENS, 64, 128, 128, splits=8, launch={"num_warps": 4, "num_stages": 4}),
+    ("cuda", Shape.DECODE): Tiles(DECODE_TOKENS, 64, 128, 128, splits=8, launch={"num_warps": 4, "num_stages": 3}),
     ("cuda", Shape.LONG): Tiles(64, 64, 64, 128, launch={"num_warps": 4, "num_stages": 3}),
     ("npu", Shape.DECODE): Tiles(DECODE_TOKENS, 64, 256, 256, splits=8, max_programs=65535),
     ("npu", Shape.LONG): Tiles(64, 64, 128, 256, max_programs=65535),
