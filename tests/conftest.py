@@ -2,6 +2,11 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from importlib.util import find_spec
+
+if find_spec("triton") is not None:
+    import interpreter  # noqa: F401  before torch's compiler, which PEFT and transformers import, imports Triton
+
 import pytest
 import torch
 from engine import tiny_model
