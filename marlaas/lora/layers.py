@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from marlaas.lora.layout import AdapterLayout, AdapterShape
+from marlaas.lora.segment import Segment
+from marlaas.lora.tables import BatchTables
 from marlaas.transformer import Site
 from marlaas_kernels.segments import (
     SegmentWeights,
@@ -21,22 +23,6 @@ from marlaas_kernels.segments import (
 
 _SHORT = 32  # tokens; from there on a matrix product costs more than its call
 _FEW = 3  # segments that are not worth a batch
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Tokens `[start, end)` of one adapter.
-
-    weights: the adapter's vector in the model's dtype; gradient: where its fp32 gradient is added up, if it trains;
-    slot: where the vector lies in the bank that the batch is given.
-    """
-
-    start: int
-    end: int
-    layout: AdapterLayout
-    weights: torch.Tensor
-    gradient: torch.Tensor | None = None
-    slot: int | None = None
 
 
 @dataclass(frozen=True)
@@ -52,15 +38,22 @@ class LoraBatch:
     """The adapters of one flat batch, in token order. Tokens of no segment get the base model alone."""
 
     def __init__(self, segments: Sequence[Segment], bank_SP: torch.Tensor | None = None) -> None:
-        """bank_SP: the vectors of all slots; then many short segments are computed as one. For inference only."""
+        """bank_SP: the vectors of all slots; then many short segments are computed as one. For inference only.
+
+        Where the device has kernels for it, all segments are computed as one, in training too, and the vectors lie in
+        one tensor, as do the gradients.
+        """
         self.segments = [s for s in segments if s.end > s.start]
         self._bank_SP = bank_SP
         self._stacks: list[_Stack] = []
-        if bank_SP is not None:
+        self._tables = BatchTables.of(self.segments)
+        if self._tables is None and bank_SP is not None:
             self.segments = self._stack(self.segments, bank_SP.device)
 
     def add(self, site: Site, x_TI: torch.Tensor, y_TO: torch.Tensor) -> torch.Tensor:
         """y `[T, out]` plus every token's delta of x `[T, in]`. In place where no gradient is wanted."""
+        if self._tables is not None:
+            return self._tables.add(site, x_TI, y_TO)
         for stack in self._stacks:
             if site in stack.layout:
                 self._add_stack(stack, site, x_TI, y_TO)

@@ -69,6 +69,7 @@ class AdapterLayout:
         """Raises AdapterError if the base model has none of the targets, or lacks one."""
         self.shape = shape
         self._sites: dict[tuple[int, str], SiteSlice] = {}
+        self._offsets: dict[str, torch.Tensor] = {}
         offset = 0
         found: set[str] = set()
         seen: Counter[int] = Counter()
@@ -117,6 +118,25 @@ class AdapterLayout:
             columns = [number for part in s.parts for number in (part.start, part.size)]
             table[layer, s.index, : 2 + len(columns)] = [s.offset, len(s.parts), *columns]
         return table
+
+    def offsets(self, site: Site) -> torch.Tensor:
+        """int64 `[2, layers, parts]`: where each part's A and B begin at the site's kind of linear, or -1."""
+        kind = site.parts[0].module
+        if kind not in self._offsets:
+            layers = [self._part_offsets(self._sites.get((layer, kind))) for layer in range(self._table_shape[0])]
+            rows = [[layer.get(part, (-1, -1)) for part in site.parts] for layer in layers]
+            self._offsets[kind] = torch.tensor(rows).permute(2, 0, 1)
+        return self._offsets[kind]
+
+    def _part_offsets(self, slice_: SiteSlice | None) -> dict[Part, tuple[int, int]]:
+        if slice_ is None:
+            return {}
+        rank, found = self.shape.rank, {}
+        a, b = slice_.offset, slice_.offset + len(slice_.parts) * self.shape.rank * slice_.inputs
+        for part in slice_.parts:
+            found[part] = (a, b)
+            a, b = a + rank * slice_.inputs, b + rank * part.size
+        return found
 
     def tensors(self, vector: torch.Tensor, sites: Sequence[Site]) -> Iterator[NamedTensor]:
         """Every matrix of the adapter as a view into `vector`, layer by layer."""

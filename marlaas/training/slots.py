@@ -13,12 +13,16 @@ from marlaas.errors import AdapterError
 
 @dataclass(frozen=True)
 class JobVectors:
-    """fp32 `[size]` each: the master weights, their gradient, and AdamW's first and second moment."""
+    """fp32 `[size]` each: the master weights, their gradient, and AdamW's first and second moment.
+
+    rounded: what passes read, room for the weights in the model's dtype; in fp32 the weights themselves.
+    """
 
     weights: torch.Tensor
     gradient: torch.Tensor
     first: torch.Tensor
     second: torch.Tensor
+    rounded: torch.Tensor
 
 
 @dataclass
@@ -31,9 +35,15 @@ class _Place:
 class TrainingSlots:
     """`slots` jobs on the device at a time, any number on the host; the one used longest ago makes room."""
 
-    def __init__(self, slots: int, size: int, device: torch.device) -> None:
-        """size: elements of the largest adapter. On a CPU, slots that were never used take no memory."""
+    def __init__(self, slots: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """size: elements of the largest adapter; dtype: the model's.
+
+        On a CPU, slots that were never used take no memory. Each kind of vector lies in one tensor, so that kernels
+        reach all of a pass's adapters by offsets.
+        """
         self._slots = torch.empty(slots, 4, size, device=device)
+        rounded = dtype != torch.float32
+        self._rounded = torch.empty(slots, size, dtype=dtype, device=device) if rounded else self._slots[:, 0]
         self._free = list(range(slots - 1, -1, -1))
         self._jobs: OrderedDict[str, _Place] = OrderedDict()
 
@@ -77,7 +87,8 @@ class TrainingSlots:
         """The vectors of a job that is on the device."""
         place = self._jobs[job]
         assert place.slot is not None, f"{job} is not on the device"
-        return JobVectors(*self._slots[place.slot, :, : place.size].unbind())
+        weights, gradient, first, second = self._slots[place.slot, :, : place.size].unbind()
+        return JobVectors(weights, gradient, first, second, self._rounded[place.slot, : place.size])
 
     def read(self, job: str) -> torch.Tensor:
         """A copy `[3, size]` on the host of weights, first and second moment, wherever they are."""

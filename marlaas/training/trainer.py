@@ -88,13 +88,12 @@ class TrainingStep:
 
 @dataclass
 class _Prepared:
-    """A batch under way: `rows` are those still to run, from short to long; weights in the model's dtype."""
+    """A batch under way: `rows` are those still to run, from short to long."""
 
     batch: TrainingBatch
     groups: GroupAdvantages
     rows: list[Row]
     total_tokens: int
-    weights: torch.Tensor
     sums: TokenSums
     device_seconds: float = 0.0
 
@@ -136,7 +135,7 @@ class Trainer:
         """slot_size: elements of the largest adapter; micro_batch_tokens: of one pass, padding included."""
         self.base = base
         self.micro_batch_tokens = micro_batch_tokens
-        self._slots = TrainingSlots(slots, slot_size, base.transformer.device)
+        self._slots = TrainingSlots(slots, slot_size, base.transformer.dtype, base.transformer.device)
         self._pair_cost = _pair_cost(base.transformer)
         self._jobs: dict[str, TrainingJob] = {}
         self._active: dict[str, _Prepared] = {}
@@ -238,7 +237,7 @@ class Trainer:
             return False
         vectors = self._jobs[batch.job].vectors
         vectors.gradient.zero_()
-        ready.weights = vectors.weights.to(self.base.transformer.dtype)
+        vectors.rounded.copy_(vectors.weights)
         self._active[batch.job] = ready
         return True
 
@@ -292,7 +291,7 @@ class Trainer:
         chosen = [group for name, group in members.items() if name in learns]
         rows = sorted((row for group in chosen for row in self._pack(group)), key=len)
         total_tokens = sum(int(s.mask.sum()) for s in batch.samples)
-        return _Prepared(batch, groups, rows, total_tokens, torch.empty(0), TokenSums(spec.algorithm.importance_cap))
+        return _Prepared(batch, groups, rows, total_tokens, TokenSums(spec.algorithm.importance_cap))
 
     def _pack(self, group: Sequence[tuple[int, TrainingSample]]) -> Iterator[Row]:
         return pack_group(group, self.micro_batch_tokens, self._pair_cost)
@@ -330,13 +329,11 @@ class Trainer:
         torch.autograd.backward(losses)
 
     def _lora(self, micro: Sequence[JobRows], batch: MicroBatch) -> LoraBatch:
-        jobs = [(self._jobs[part.job], self._active[part.job]) for part in micro]
-        return LoraBatch(
-            [
-                Segment(start, end, entry.layout, ready.weights, entry.vectors.gradient)
-                for (entry, ready), (start, end) in zip(jobs, batch.token_spans, strict=True)
-            ]
-        )
+        segments = []
+        for part, (start, end) in zip(micro, batch.token_spans, strict=True):
+            layout, vectors = self._jobs[part.job].layout, self._jobs[part.job].vectors
+            segments.append(Segment(start, end, layout, vectors.rounded, vectors.gradient))
+        return LoraBatch(segments)
 
     def _hidden(self, batch: MicroBatch, lora: LoraBatch | None) -> torch.Tensor:
         return self.base.transformer.hidden_states(batch.tokens_T, batch.positions_T, batch.attend, lora)
