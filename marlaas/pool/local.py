@@ -110,10 +110,15 @@ class LocalPool:
         await asyncio.to_thread(self._engine.close)
 
     async def _publish(self, job: str, version: int) -> None:
-        """Makes the job's weights a version to sample from, and retires the one before."""
+        """Makes the job's weights a version to sample from, and retires the one before. If cancelled, does nothing."""
+        name = adapter_name(job, version)
         shape, vector = await asyncio.wrap_future(self._engine.weights(job))
-        await asyncio.wrap_future(self._engine.add_adapter(adapter_name(job, version), shape, vector))
-        self._drop(self._versions.publish(job, version))
+        self._versions.hold_named(name)
+        try:
+            await asyncio.wrap_future(self._engine.add_adapter(name, shape, vector))
+            self._drop(self._versions.publish(job, version))
+        finally:
+            self._drop(self._versions.release(name))
 
     def _drop(self, names: list[str]) -> None:
         for name in names:

@@ -221,11 +221,15 @@ class RayPool:
             self._drop(self._versions.release(name))
 
     async def _publish(self, job: str, trained: Trained) -> None:
-        """Sends the job's weights to the rollout actors, and retires the version before."""
+        """Sends the job's weights to the rollout actors, and retires the version before. If cancelled, does nothing."""
         name = adapter_name(job, trained.state.version)
         self._sources[name] = ("add_adapter", (trained.shape, self._ray.put(trained.weights)))
-        await asyncio.gather(*(self._add(device, name) for device in self._rollouts))
-        self._drop(self._versions.publish(job, trained.state.version))
+        self._versions.hold_named(name)
+        try:
+            await asyncio.gather(*(self._add(device, name) for device in self._rollouts))
+            self._drop(self._versions.publish(job, trained.state.version))
+        finally:
+            self._drop(self._versions.release(name))
 
     async def _add(self, device: _Device, name: str) -> None:
         """Gives a rollout actor an adapter; whoever asks for the same meanwhile waits for that."""

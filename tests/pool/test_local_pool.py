@@ -172,6 +172,25 @@ async def test_a_cancelled_update_does_not_end_the_device_thread(pool):
     assert pool._engine._thread.is_alive()
 
 
+async def test_an_update_cancelled_while_its_version_is_published_leaves_no_adapter_behind(pool, monkeypatch):
+    await pool.open_job("a/j", spec("a"))
+    add = pool._engine.add_adapter
+
+    def add_and_cancel(*given):
+        task.cancel()  # takes effect where `_publish` waits for what is asked for here
+        return add(*given)
+
+    monkeypatch.setattr(pool._engine, "add_adapter", add_and_cancel)
+    task = asyncio.create_task(pool.update(random_batch(pool._engine.base, "a/j", 0)))
+    outcome = await asyncio.gather(task, return_exceptions=True)
+    assert isinstance(outcome[0], asyncio.CancelledError)
+    async with pool.lease("a/j") as newest:
+        assert newest.name == "a/j/v0"
+    await pool.close_job("a/j")
+    device = (await pool.stats()).devices[0]
+    assert device.resident_adapters + device.paged_adapters == 0
+
+
 async def test_waiting_work_learns_that_the_pool_was_closed(model_cache):
     pool = LocalPool(ModelSpec(source="tiny-random", dtype="float32", device="cpu", cache=model_cache), POOL)
     await pool.open_job("a/j", spec("a"))
