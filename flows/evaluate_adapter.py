@@ -11,7 +11,7 @@ from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
 from flows.runtime import RUNTIME, tracker
 from marlaas.errors import MarlaasError
 from marlaas.evaluation import EvaluationReport, render_markdown, report_table
-from marlaas.jobs import read_record
+from marlaas.job_records import read_record
 from marlaas.specs import StoreSpec
 from storage import JobLayout, ObjectNotFound, ObjectStore, list_adapters, list_jobs
 from tasks.evaluate import evaluate, report

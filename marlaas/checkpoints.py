@@ -7,7 +7,7 @@ from typing import Any
 from marlaas.errors import AdapterError
 from marlaas.specs import TenantSpec
 from marlaas.training.trainer import JobState
-from storage import CheckpointMetadata, CheckpointTensor, decode_checkpoint, encode_checkpoint
+from storage.checkpoints import CheckpointMetadata, CheckpointTensor, decode_checkpoint, encode_checkpoint
 
 _KINDS = {"weights": "parameter", "first": "exp_avg", "second": "exp_avg_sq"}
 

@@ -144,7 +144,7 @@ def pool_down(state: State = Path(".marlaas")) -> None:
 @app.command()
 def status(state: State = Path(".marlaas"), store: Store = ".marlaas/store") -> None:
     """Show the services, and every job in the store."""
-    from marlaas.jobs import read_record
+    from marlaas.job_records import read_record
     from marlaas.services import service_status
     from storage import committed_steps, latest_commit, list_adapters, list_jobs
 

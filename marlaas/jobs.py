@@ -9,19 +9,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
 from marlaas.checkpoints import decode_state
 from marlaas.environments import Environment, Example, open_environment, question_key
 from marlaas.errors import MarlaasError, SpecError
+from marlaas.job_records import JobRecord, read_record
 from marlaas.pool import Pool
 from marlaas.progress import Board
-from marlaas.specs import FleetSpec, ModelSpec, PoolSpec, StoreSpec, TenantSpec
+from marlaas.specs import FleetSpec, StoreSpec, TenantSpec
 from marlaas.tracking import JobRun, Tracker
 from marlaas.training.trainer import JobState
 from storage import (
     Commit,
-    CorruptObject,
     JobLayout,
     ObjectExists,
     ObjectStore,
@@ -33,17 +31,6 @@ from storage.stages import Stage
 
 # Fields that say how a job is run and not what it computes: they may change between a start and a resume.
 _MAY_CHANGE = {"quota", "keep_checkpoints", "stage_timeout_seconds"}
-
-
-class JobRecord(BaseModel):
-    """spec.json: what the job was started with, and the base model's fingerprint."""
-
-    model_config = ConfigDict(frozen=True)
-
-    model: ModelSpec
-    pool: PoolSpec
-    tenant: TenantSpec
-    base_fingerprint: str
 
 
 @dataclass(frozen=True)
@@ -170,14 +157,6 @@ class Job:
         finally:
             await self.pool.close_job(self.name)
             await self.environment.close()
-
-
-def read_record(store: ObjectStore, layout: JobLayout) -> JobRecord:
-    """The record of a job. Raises storage.ObjectNotFound, CorruptObject."""
-    try:
-        return JobRecord.model_validate_json(store.get(layout.spec))
-    except ValidationError as error:
-        raise CorruptObject(f"{store.url(layout.spec)} is not a job's record: {error}") from error
 
 
 def _claim(store: ObjectStore, layout: JobLayout, record: JobRecord) -> None:

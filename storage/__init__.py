@@ -1,7 +1,9 @@
-"""The storage room: object store, layout, artifact schemas and the commit protocol. Imports nothing of ours."""
+"""The storage room: object store, layout, artifact schemas and the commit protocol. Imports nothing of ours.
+
+Checkpoints are tensors, and torch takes seconds to import: they are in `storage.checkpoints` alone.
+"""
 
 from storage.adapters import delete_adapter, list_adapters, read_adapter, write_adapter
-from storage.checkpoints import Checkpoint, CheckpointMetadata, CheckpointTensor, decode_checkpoint, encode_checkpoint
 from storage.commits import Commit, committed_steps, latest_commit, read_commit, read_commits, write_commit
 from storage.errors import (
     CorruptObject,
@@ -22,9 +24,6 @@ from storage.stages import StageRecord, read_stages, write_stages
 __all__ = [
     "EVALUATION_SCHEMA",
     "ROLLOUT_SCHEMA",
-    "Checkpoint",
-    "CheckpointMetadata",
-    "CheckpointTensor",
     "Commit",
     "CorruptObject",
     "EvaluationRow",
@@ -40,11 +39,9 @@ __all__ = [
     "StepAlreadyCommitted",
     "StorageError",
     "committed_steps",
-    "decode_checkpoint",
     "decode_evaluation",
     "decode_rollouts",
     "delete_adapter",
-    "encode_checkpoint",
     "encode_evaluation",
     "encode_rollouts",
     "latest_commit",

@@ -9,7 +9,6 @@ from urllib.parse import unquote, urlsplit
 
 from storage.errors import InvalidName
 from storage.local import FolderStore
-from storage.s3 import S3Store
 
 
 class ObjectStore(Protocol):
@@ -51,6 +50,8 @@ def open_store(url: str, options: Mapping[str, Any] | None = None) -> ObjectStor
     """
     parts = urlsplit(url)
     if parts.scheme == "s3":
+        from storage.s3 import S3Store  # its client takes half a second to import
+
         return S3Store(url, options or {})
     if options:
         raise InvalidName(f"store options {sorted(options)} are for s3:// only; a folder takes none")

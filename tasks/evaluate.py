@@ -15,7 +15,7 @@ from marlaas.environments import open_environment
 from marlaas.evaluation import EvaluationReport, build_report, render_html
 from marlaas.evaluation.decode import decode_examples
 from marlaas.evaluation.schema import Decoding
-from marlaas.jobs import JobRecord
+from marlaas.job_records import JobRecord
 from marlaas.pool import Pool
 from marlaas.specs import EnvironmentSpec, TenantSpec
 from marlaas.tracking import JobRun

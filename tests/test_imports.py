@@ -49,3 +49,11 @@ def test_checking_a_spec_imports_nothing_heavy():
     code = f"import sys, marlaas.cli, marlaas.environments; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_looking_into_a_store_imports_nothing_heavy(tmp_path):
+    heavy = "{'torch', 'transformers', 'mlflow', 'prefect', 'matplotlib', 's3fs'}"
+    show = f"cli.status(Path({str(tmp_path)!r}), {str(tmp_path)!r})"
+    code = f"import sys; from pathlib import Path; from marlaas import cli; {show}; print({heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "marlaas"
 ROLES = ("rollout", "train")
+_CONNECT_ATTEMPTS = 3
 _RETURN_SECONDS = 300.0  # for an actor to be replaced, its base model loaded
 _POLL_SECONDS = 0.25
 
@@ -340,9 +341,16 @@ def connect(address: str) -> None:
     with _connecting:
         if _connections == 0 and not ray.is_initialized():
             try:
-                ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+                for attempt in range(1, _CONNECT_ATTEMPTS + 1):
+                    try:
+                        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+                        break
+                    except ConnectionAbortedError:  # it answered, but its server for this client was late to start
+                        if attempt == _CONNECT_ATTEMPTS:
+                            raise
+                        logger.warning("the Ray cluster %s answered, but gave no server; asking again", address)
             except Exception as error:  # Ray raises many kinds for an address where nothing answers
-                first = str(error).strip().splitlines()[0]
+                first = str(error).strip().splitlines()[-1]
                 raise MarlaasError(
                     f"pool.address: {address} is not a Ray cluster that can be reached: {first}"
                 ) from error

@@ -40,6 +40,7 @@ async def test_a_window_in_which_nothing_ended_is_refused(settings, monkeypatch)
         await measure_disturbances(short)
 
 
+@pytest.mark.slow
 async def test_memory_is_sampled_with_conversations_that_are_split_and_nothing_is_left(settings):
     (row,), ratios = await measure_memory(settings)
     assert [step for step, _ in row["rss_mb"]] == [10, 20]

@@ -35,6 +35,7 @@ def test_five_seeds_that_scatter_too_much_do_not_show_equivalence():
     assert compare(ALONE, ALONE + scatter)["p_equivalent"] > 0.05
 
 
+@pytest.mark.slow
 def test_the_command_trains_alone_and_among_others_and_writes_the_curves(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
     path = tmp_path / "learning.json"

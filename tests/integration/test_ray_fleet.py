@@ -81,7 +81,7 @@ def same_results(one: FleetSpec, other: FleetSpec) -> None:
 
 
 def fingerprint(store, layout) -> str:
-    from marlaas.jobs import read_record
+    from marlaas.job_records import read_record
 
     return read_record(store, layout).base_fingerprint
 
@@ -92,6 +92,7 @@ def test_two_rollout_actors_and_a_trainer_give_what_one_device_gives(
     same_results(on_one_device, finished(run_flow, fleet(fleet_of, tmp_path, "alike", address)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("actor", ["rollout-0", "train-0"])
 def test_an_actor_killed_in_the_middle_loses_nothing(address, on_one_device, tmp_path, fleet_of, run_flow, actor):
     wanted = fleet(fleet_of, tmp_path, "alike", address)

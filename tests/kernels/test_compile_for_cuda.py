@@ -13,8 +13,16 @@ KERNELS = {"_shrink_kernel", "_expand_kernel", "_dh_kernel", "_dx_kernel", "_da_
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("shape", ["decode", "long"])
-@pytest.mark.parametrize(("dtype", "capability"), [("bfloat16", "90"), ("float32", "80")])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "capability"),
+    [
+        ("decode", "bfloat16", "90"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("long", "bfloat16", "90"), ("decode", "float32", "80"), ("long", "float32", "80")]
+        ),
+    ],
+)
 def test_kernels_compile_once_fit_and_load_sixteen_bytes_at_a_time(shape, dtype, capability, tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
