@@ -21,7 +21,7 @@ demo: install
 	$(BIN)/marlaas run examples/quickstart.yaml
 
 test: install
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow

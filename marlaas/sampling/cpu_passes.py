@@ -1,11 +1,11 @@
-"""Passes on a processor, through the kernels that Numba compiles: all of a small pass, and large ones but for the
-matrix products."""
+"""Passes on a processor, through the kernels that Numba compiles: all of a pass up to a size that is measured, and
+larger ones but for the matrix products."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -24,7 +24,7 @@ from marlaas.sampling.passes import Generation, Row
 from marlaas.transformer import Decoder, Transformer
 
 _SMALL = 8  # tokens, unless measured
-_SIZES = (1, 2, 4, 8, 16, 32)
+_SIZES = tuple(2**k for k in range(9))
 _RUNS = 3
 _LEAST_OF_A_THREAD = 8  # tokens
 
@@ -124,7 +124,7 @@ class CpuPasses:
         self._stacked = lru_cache(maxsize=64)(self._stack)
 
     def calibrate(self, position: int) -> None:
-        """Measures up to which size a pass is faster in one call."""
+        """Measures up to which size a pass is faster with all layers in one call (for each of torch's threads)."""
         rows = self._keys.shape[1]
         self.small = 0
         for size in (size for size in _SIZES if size <= rows):
@@ -145,23 +145,28 @@ class CpuPasses:
         return self._logits(what, rows, len(what.tokens) <= self.small)
 
     def _logits(self, what: FlatPass, rows: Sequence[Row], whole: bool) -> torch.Tensor:
-        last = np.array([what.last[row] for row in rows], dtype=np.int64)
-        if whole:
-            lora = self._lora(what.segments)
-            out = self._step.forward(
-                self._weights, lora, self._keys, self._values, what.tokens, what.positions, what.rows, last
-            )
-            return torch.from_numpy(out)
-        return self._transformer.logits(self._by_threads(what)[torch.from_numpy(last)])
+        if not whole:
+            last = torch.tensor([what.last[row] for row in rows])
+            return self._transformer.logits(self._by_threads(self._hidden_states, what)[last])
+        logits = self._by_threads(self._forward, what)
+        places = {row: place for place, row in enumerate(what.last)}
+        order = [places[row] for row in rows]
+        return logits if order == list(range(len(logits))) else logits[torch.tensor(order)]
 
-    def _by_threads(self, what: FlatPass) -> torch.Tensor:
-        """Final hidden states `[T, hidden]`. Each of torch's threads takes its own rows through all layers."""
+    def _by_threads(self, compute: Callable[[FlatPass, Any], torch.Tensor], what: FlatPass) -> torch.Tensor:
+        """What is computed of the pass, concatenated. Each of torch's threads takes its own rows through all layers."""
         parts = [(part, self._lora(part.segments)) for part in what.split(torch.get_num_threads())]
         if len(parts) == 1:
-            return self._hidden_states(*parts[0])
+            return compute(*parts[0])
         if self._threads is None:
             self._threads = _threads_of_their_own(torch.get_num_threads())
-        return torch.cat(list(self._threads.map(lambda part: self._hidden_states(*part), parts)))
+        return torch.cat(list(self._threads.map(lambda part: compute(*part), parts)))
+
+    def _forward(self, what: FlatPass, lora: Any) -> torch.Tensor:
+        """Logits `[rows, V]`, fp32, of the rows in the order of `what.last`."""
+        last = np.array(list(what.last.values()), dtype=np.int64)
+        batch = what.tokens, what.positions, what.rows, last
+        return torch.from_numpy(self._step.forward(self._weights, lora, self._keys, self._values, *batch))
 
     @torch.inference_mode()
     def _hidden_states(self, what: FlatPass, lora: Any) -> torch.Tensor:

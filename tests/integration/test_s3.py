@@ -30,9 +30,9 @@ def test_a_fleet_trains_resumes_and_is_evaluated_on_s3(
     monkeypatch.setenv("TEST_S3_KEY", "tester")
     monkeypatch.setenv("TEST_S3_SECRET", SECRET)
     plain = S3FileSystem(key="tester", secret=SECRET, endpoint_url=s3_url)
-    plain.mkdir("artifacts")
+    plain.mkdir("fleet-artifacts")
     store = {
-        "url": "s3://artifacts/fleets",
+        "url": "s3://fleet-artifacts/fleets",
         "options": {"endpoint_url": s3_url, "key": "env:TEST_S3_KEY", "secret": "env:TEST_S3_SECRET"},
     }
     tenants = [{"name": "one", "steps": 3}, {"name": "two", "steps": 2, "max_staleness": 0, "seed": 1}]
@@ -43,17 +43,18 @@ def test_a_fleet_trains_resumes_and_is_evaluated_on_s3(
     opened, layout = fleet.store.open(), JobLayout("one", "in-s3")
     assert [c.step for c in read_commits(opened, layout)] == [0, 1, 2]
     assert list_adapters(opened, layout) == [2, 3]
-    assert tracker.versions("one", "in-s3")[-1].url == "s3://artifacts/fleets/tenants/one/in-s3/adapters/v3"
+    assert tracker.versions("one", "in-s3")[-1].url == "s3://fleet-artifacts/fleets/tenants/one/in-s3/adapters/v3"
     names = {
-        key.removeprefix("artifacts/fleets/tenants/one/in-s3/") for key in plain.find("artifacts/fleets/tenants/one")
+        key.removeprefix("fleet-artifacts/fleets/tenants/one/in-s3/")
+        for key in plain.find("fleet-artifacts/fleets/tenants/one")
     }
     assert sum(name.startswith("checkpoints/") for name in names) == 2
     assert {"spec.json", "adapters/v3/adapter_config.json", "evaluations/v3/report.html"} <= names
 
-    objects = {name: plain.cat_file(name) for name in plain.find("artifacts")}
+    objects = {name: plain.cat_file(name) for name in plain.find("fleet-artifacts")}
     assert run_flow(train_fleet(fleet)) == rows
     plain.invalidate_cache()
-    assert {name: plain.cat_file(name) for name in plain.find("artifacts")} == objects
+    assert {name: plain.cat_file(name) for name in plain.find("fleet-artifacts")} == objects
     assert all(SECRET.encode() not in data for data in objects.values())
 
     runs = prefect_client.read_flow_runs(flow_run_filter=FlowRunFilter(name={"any_": ["in-s3", "train-one"]}))

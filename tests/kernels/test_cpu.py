@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from numba import njit
 
 from marlaas_kernels.cpu import attention, lora, primitives, tiles
 from marlaas_kernels.reference import multi_lora
@@ -50,6 +51,28 @@ def test_products_of_a_few_rows(dtype, tolerance, tokens):
         expected[1:, 2 : 2 + outputs] += x[1:] @ w.float().T
         tiles.add_product(as_array(w), x.numpy(), y.numpy(), 1, tokens, 2)
         torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
+
+
+@njit
+def product_of_factor(w_OI, x_NI, y_NO):
+    tiles.add_product(w_OI, tiles.factor(x_NI, w_OI), y_NO, 0, len(x_NI), 0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "x_dtype"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
+)
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 7])
+def test_products_of_factors_sum_the_rounded_elements_exactly(dtype, x_dtype, tokens):
+    generator = torch.Generator().manual_seed(tokens)
+    for outputs, inputs in ((7, 33), (4, 32), (64, 96), (12, 130)):
+        w = torch.randn(outputs, inputs, generator=generator).to(dtype)
+        x = torch.randn(tokens, inputs, generator=generator).to(x_dtype)
+        y = torch.randn(tokens, outputs, generator=generator)
+        rounded = x.to(dtype) if tiles.PAIRS else x
+        expected = y + (rounded.double() @ w.double().T).float()
+        product_of_factor(as_array(w), as_array(x), y.numpy())
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TYPES)

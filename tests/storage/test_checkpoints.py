@@ -6,16 +6,14 @@ import pyarrow as pa
 import pytest
 import torch
 
-from storage import (
+from storage import CorruptObject, InvalidRow, SchemaMismatch
+from storage.checkpoints import (
+    CHECKPOINT_SCHEMA,
     CheckpointMetadata,
     CheckpointTensor,
-    CorruptObject,
-    InvalidRow,
-    SchemaMismatch,
     decode_checkpoint,
     encode_checkpoint,
 )
-from storage.checkpoints import CHECKPOINT_SCHEMA
 
 
 def make_metadata(**changes):

@@ -25,6 +25,7 @@ from marlaas_kernels.cpu.model import (
     turn_heads,
 )
 from marlaas_kernels.cpu.primitives import FAST, as_float, from_float, vector
+from marlaas_kernels.cpu.tiles import factor
 
 
 @njit(**FAST)
@@ -52,7 +53,9 @@ def _with_adapters(
     if len(adapters.segments_GK):
         shrunk = np.empty((x_TI.shape[0], adapters.widest), dtype=np.float32)
         sites_AS = adapters.sites_ALSF[:, layer, site]
-        add_lora(_wide(x_TI), wide, shrunk, adapters.segments_GK, adapters.scale_G, sites_AS, weights.like)
+        add_lora(
+            factor(x_TI, weights.like), wide, shrunk, adapters.segments_GK, adapters.scale_G, sites_AS, weights.like
+        )
     return wide
 
 

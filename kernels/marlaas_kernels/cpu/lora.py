@@ -22,7 +22,7 @@ def add_lora(
     sites_AS: np.ndarray,
     like: np.ndarray,
 ) -> None:
-    """Adds each segment's delta to y; x, y and the work space h (parts * rank columns or more) are fp32.
+    """Adds each segment's delta to y; y and the work space h (parts * rank columns or more) are fp32, x is a `factor`.
 
     segments_GK: int64 `[G, 5]`: start, end, address of the adapter's vector, rank, row of sites_AS. sites_AS: int64
     `[adapters, SITE]`; the offset counts elements of `like`'s type from the vector's beginning.

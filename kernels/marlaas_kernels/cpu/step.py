@@ -27,7 +27,7 @@ from marlaas_kernels.cpu.model import (
     turn_heads,
 )
 from marlaas_kernels.cpu.primitives import FAST, as_float, matrix, vector
-from marlaas_kernels.cpu.tiles import add_product
+from marlaas_kernels.cpu.tiles import add_product, factor
 
 
 @njit(**FAST)
@@ -43,14 +43,15 @@ def _linear(
     """y += x @ w.T + bias + the tokens' adapters."""
     tokens, outputs = y_TO.shape
     like = weights.like
-    add_product(matrix(weights.linears_LS[layer, site], outputs, x_TI.shape[1], like), x_TI, y_TO, 0, tokens, 0)
+    x = factor(x_TI, like)
+    add_product(matrix(weights.linears_LS[layer, site], outputs, x_TI.shape[1], like), x, y_TO, 0, tokens, 0)
     if weights.biases_LS[layer, site] != 0:
         bias_O = vector(weights.biases_LS[layer, site], outputs, like)
         for t in range(tokens):
             for o in range(outputs):
                 y_TO[t, o] += as_float(bias_O[o])
     sites_AS = adapters.sites_ALSF[:, layer, site]
-    add_lora(x_TI, y_TO, h_TR, adapters.segments_GK, adapters.scale_G, sites_AS, like)
+    add_lora(x, y_TO, h_TR, adapters.segments_GK, adapters.scale_G, sites_AS, like)
 
 
 @njit(**FAST)
@@ -108,5 +109,5 @@ def forward(
     for n in range(len(last_N)):
         rms_norm(hidden[last_N[n]], weights.final_norm_H, weights.epsilon, final[n])
     logits = np.zeros((len(last_N), weights.head_VH.shape[0]), dtype=np.float32)
-    add_product(weights.head_VH, final, logits, 0, len(last_N), 0)
+    add_product(weights.head_VH, factor(final, weights.like), logits, 0, len(last_N), 0)
     return logits

@@ -1,7 +1,8 @@
 """Products of a few rows, a tile at a time: its sums stay in vector registers, and a weight is widened once a tile.
 
 Numba's loops are left to LLVM to vectorise, which it does for one sum at a time. These are written in LLVM's vectors,
-which it splits for processors with narrower ones. Weights are bfloat16 (as uint16) or float32; sums are fp32.
+which it splits for processors with narrower ones. Weights are bfloat16 (as uint16) or float32; sums are fp32. Where
+the processor multiplies pairs of bfloat16, which is twice as fast, both sides of a product are given to it as such.
 """
 
 from __future__ import annotations
@@ -9,19 +10,37 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import llvmlite.binding
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
-from marlaas_kernels.cpu.primitives import FAST, as_float
+from marlaas_kernels.cpu.primitives import FAST, as_float, from_float
 
 LANES = 16
 _AHEAD = 2  # tiles; memory is read at its speed only if asked for early
 _FLAGS = ("reassoc", "contract", "nsz", "arcp")
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _VECTOR = ir.VectorType(_F32, LANES)
+PAIRS = llvmlite.binding.get_host_cpu_features().get("avx512bf16", False)
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_PAIRED = ir.VectorType(_BFloat(), 2 * LANES)
 
 
 def _constant(value: int) -> Any:
@@ -74,6 +93,19 @@ def _add_product(builder: Any, total: Any, a: Any, b: Any) -> None:
     builder.store(builder.fadd(builder.load(total, typ=product.type), product, flags=_FLAGS), total)
 
 
+def _load_pairs(builder: Any, base: Any, index: Any) -> Any:
+    """2 * LANES bfloat16s."""
+    pointer = builder.bitcast(_at(builder, base, index, _I16), ir.PointerType(ir.VectorType(_I32, LANES)))
+    return builder.bitcast(builder.load(pointer, align=2, typ=ir.VectorType(_I32, LANES)), _PAIRED)
+
+
+def _add_paired_product(builder: Any, total: Any, a: Any, b: Any) -> None:
+    """total[l] += a[2l] * b[2l] + a[2l + 1] * b[2l + 1]."""
+    of_type = ir.FunctionType(_VECTOR, [_VECTOR, _PAIRED, _PAIRED])
+    product = cgutils.get_or_insert_function(builder.module, of_type, "llvm.x86.avx512bf16.dpbf16ps.512")
+    builder.store(builder.call(product, [builder.load(total, typ=_VECTOR), a, b]), total)
+
+
 def _sum(builder: Any, vector: Any) -> Any:
     """The sum of the lanes, by halves."""
     size = LANES
@@ -112,8 +144,13 @@ def _dot_tile(outputs: int, rows: int) -> Any:
     """y[n, o] += sum over i of w[o, i] * x[n, i], for o < outputs and n < rows; strides are in elements."""
 
     @intrinsic
-    def tile(typingctx: Any, w: Any, x: Any, x_stride: Any, y: Any, y_stride: Any, inputs: Any, like: Any) -> Any:
-        element = _element(like)
+    def tile(
+        typingctx: Any, w: Any, x: Any, x_stride: Any, y: Any, y_stride: Any, inputs: Any, like: Any, x_like: Any
+    ) -> Any:
+        element, x_element = _element(like), _element(x_like)
+        paired = element == x_element == _I16
+        assert paired or x_element == _F32, "an x of bfloat16 needs weights of it, and a processor that pairs"
+        step = 2 * LANES if paired else LANES
 
         def body(builder: Any, w: Any, x: Any, x_stride: Any, y: Any, y_stride: Any, inputs: Any) -> None:
             vectors = {(o, n): cgutils.alloca_once(builder, _VECTOR) for o in range(outputs) for n in range(rows)}
@@ -122,20 +159,24 @@ def _dot_tile(outputs: int, rows: int) -> Any:
             w_rows = [builder.mul(inputs, _constant(o)) for o in range(outputs)]
             ahead = builder.mul(inputs, _constant(_AHEAD * outputs))
             x_rows = [builder.mul(x_stride, _constant(n)) for n in range(rows)]
-            whole = builder.sub(inputs, builder.urem(inputs, _constant(LANES)))
-            with cgutils.for_range_slice(builder, _constant(0), whole, _constant(LANES), intp=_I64) as (i, _):
-                ws = [_load(builder, w, builder.add(row, i), element) for row in w_rows]
-                for row in w_rows:
-                    _prefetch(builder, w, builder.add(builder.add(row, i), ahead), element)
-                xs = [_load(builder, x, builder.add(row, i), _F32) for row in x_rows]
+            whole = builder.sub(inputs, builder.urem(inputs, _constant(step)))
+            with cgutils.for_range_slice(builder, _constant(0), whole, _constant(step), intp=_I64) as (i, _):
+                w_at, x_at = ([builder.add(row, i) for row in rows_] for rows_ in (w_rows, x_rows))
+                for at in w_at:
+                    _prefetch(builder, w, builder.add(at, ahead), element)
+                if paired:
+                    ws, xs = ([_load_pairs(builder, base, at) for at in ats] for base, ats in ((w, w_at), (x, x_at)))
+                else:
+                    ws = [_load(builder, w, at, element) for at in w_at]
+                    xs = [_load(builder, x, at, _F32) for at in x_at]
                 for (o, n), total in vectors.items():
-                    _add_product(builder, total, ws[o], xs[n])
+                    (_add_paired_product if paired else _add_product)(builder, total, ws[o], xs[n])
             sums = {key: cgutils.alloca_once(builder, _F32) for key in vectors}
             for key, total in vectors.items():
                 builder.store(_sum(builder, builder.load(total, typ=_VECTOR)), sums[key])
             with cgutils.for_range_slice(builder, whole, inputs, _constant(1), intp=_I64) as (i, _):
                 ws = [_load_one(builder, w, builder.add(row, i), element) for row in w_rows]
-                xs = [_load_one(builder, x, builder.add(row, i), _F32) for row in x_rows]
+                xs = [_load_one(builder, x, builder.add(row, i), x_element) for row in x_rows]
                 for (o, n), total in sums.items():
                     _add_product(builder, total, ws[o], xs[n])
             for (o, n), total in sums.items():
@@ -144,10 +185,10 @@ def _dot_tile(outputs: int, rows: int) -> Any:
                 builder.store(value, place)
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _call(builder, f"marlaas_dot_{outputs}x{rows}_{element}", args[:-1], body)
+            _call(builder, f"marlaas_dot_{outputs}x{rows}_{element}_{x_element}", args[:-2], body)
             return context.get_dummy_value()
 
-        return types.void(w, x, x_stride, y, y_stride, inputs, like), codegen
+        return types.void(w, x, x_stride, y, y_stride, inputs, like, x_like), codegen
 
     return tile
 
@@ -206,29 +247,59 @@ _expand_4x4, _expand_4x1 = _expand_tile(4, 4), _expand_tile(4, 1)
 _expand_1x4, _expand_1x1 = _expand_tile(1, 4), _expand_tile(1, 1)
 
 
+def factor(x_TI: Any, like: Any) -> Any:
+    """x as `add_product` takes it beside weights of `like`'s type: in bfloat16 where that is faster, else in fp32."""
+    raise NotImplementedError
+
+
+@overload(factor)
+def _factor(x_TI: Any, like: Any) -> Any:
+    def itself(x_TI: Any, like: Any) -> Any:
+        return x_TI
+
+    def wide(x_TI: Any, like: Any) -> Any:
+        out = np.empty(x_TI.shape, dtype=np.float32)
+        for t in range(x_TI.shape[0]):
+            for i in range(x_TI.shape[1]):
+                out[t, i] = as_float(x_TI[t, i])
+        return out
+
+    def rounded(x_TI: Any, like: Any) -> Any:
+        out = np.empty(x_TI.shape, dtype=np.uint16)
+        for t in range(x_TI.shape[0]):
+            for i in range(x_TI.shape[1]):
+                out[t, i] = from_float(x_TI[t, i], out)
+        return out
+
+    pairs = PAIRS and like.dtype == types.uint16
+    if x_TI.dtype == types.float32:
+        return rounded if pairs else itself
+    return itself if pairs else wide
+
+
 @njit(**FAST)
 def add_product(w_OI: np.ndarray, x_NI: np.ndarray, y_NO: np.ndarray, start: int, end: int, column: int) -> None:
-    """y[start:end, column:column + O] += x[start:end] @ w.T, with x and y in fp32; w is read from memory once.
+    """y[start:end, column:column + O] += x[start:end] @ w.T, with y in fp32; w is read from memory once.
 
-    The last dimension of each is contiguous, and w's rows are.
+    x is fp32, or what `factor` made of it. The last dimension of each is contiguous, and w's rows are.
     """
     outputs, inputs = w_OI.shape
-    x_stride, y_stride = x_NI.strides[0] // 4, y_NO.strides[0] // 4
+    x_stride, y_stride = x_NI.strides[0] // x_NI.itemsize, y_NO.strides[0] // 4
     w_row, x_row, y_row = inputs * w_OI.itemsize, x_NI.strides[0], y_NO.strides[0]
     w, x, y = address(w_OI), address(x_NI), address(y_NO) + 4 * column
     for o in range(0, outputs - 3, 4):
         at, n = w + o * w_row, start
         while n + 4 <= end:
-            _dot_4x4(at, x + n * x_row, x_stride, y + n * y_row + 4 * o, y_stride, inputs, w_OI)
+            _dot_4x4(at, x + n * x_row, x_stride, y + n * y_row + 4 * o, y_stride, inputs, w_OI, x_NI)
             n += 4
         if n + 2 <= end:
-            _dot_4x2(at, x + n * x_row, x_stride, y + n * y_row + 4 * o, y_stride, inputs, w_OI)
+            _dot_4x2(at, x + n * x_row, x_stride, y + n * y_row + 4 * o, y_stride, inputs, w_OI, x_NI)
             n += 2
         if n < end:
-            _dot_4x1(at, x + n * x_row, x_stride, y + n * y_row + 4 * o, y_stride, inputs, w_OI)
+            _dot_4x1(at, x + n * x_row, x_stride, y + n * y_row + 4 * o, y_stride, inputs, w_OI, x_NI)
     for o in range(outputs - outputs % 4, outputs):
         for n in range(start, end):
-            _dot_1x1(w + o * w_row, x + n * x_row, x_stride, y + n * y_row + 4 * o, y_stride, inputs, w_OI)
+            _dot_1x1(w + o * w_row, x + n * x_row, x_stride, y + n * y_row + 4 * o, y_stride, inputs, w_OI, x_NI)
 
 
 @njit(**FAST)
