@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -54,10 +54,14 @@ class _Shared:
 
 @dataclass
 class Runtime:
-    """One a process, for flows in any of its event loops. `progress` gets the lines that say what is prepared."""
+    """One a process, for flows in any of its event loops. `progress` gets the lines that say what is prepared.
+
+    starting: what to call when a tenant's job is open.
+    """
 
     board: Board = field(default_factory=Board)
     progress: Progress = lambda line: None
+    starting: dict[str, Callable[[], None]] = field(default_factory=dict)
     _pools: dict[str, _Shared] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _opener: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "marlaas-opening"))
@@ -89,6 +93,11 @@ class Runtime:
                 await asyncio.wrap_future(unserved)
                 if shared.pool is not None:
                     await shared.pool.close()
+
+    def started(self, tenant: str) -> None:
+        """Tells whoever waits for it that the tenant's job is open."""
+        if tenant in self.starting:
+            self.starting.pop(tenant)()
 
 
 RUNTIME = Runtime()

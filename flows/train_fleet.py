@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import Any
 
@@ -13,6 +14,9 @@ from flows.runtime import RUNTIME
 from flows.train_tenant import train_tenant
 from marlaas.errors import MarlaasError
 from marlaas.specs import FleetSpec
+
+STARTS = 4
+"""Tenants that open their jobs at once. Were it all of them, none would train before the last one's was open."""
 
 logger = logging.getLogger(__name__)
 
@@ -26,17 +30,18 @@ async def train_fleet(fleet: FleetSpec) -> list[dict[str, Any]]:
     for tenant in fleet.tenants:
         RUNTIME.board.add(tenant.name, tenant.steps)
     async with RUNTIME.pool(fleet.model, fleet.pool):
-        rows = await asyncio.gather(*(_tenant(fleet, t.name) for t in fleet.tenants))
+        places = asyncio.Semaphore(STARTS)
+        rows = await asyncio.gather(*(_tenant(fleet, t.name, places) for t in fleet.tenants))
     failed = [r for r in rows if "error" in r]
     if len(failed) == len(rows):
         raise MarlaasError("; ".join(f"{r['tenant']}: {r['error']}" for r in failed))
     return rows
 
 
-async def _tenant(fleet: FleetSpec, name: str) -> dict[str, Any]:
+async def _tenant(fleet: FleetSpec, name: str, places: asyncio.Semaphore) -> dict[str, Any]:
     spec = fleet.tenant(name)
     try:
-        row = await train_tenant(fleet, name, evaluation="inline")
+        row = await _train(fleet, name, places)
         if spec.evaluation.enabled:
             RUNTIME.board.set(name, stage="evaluate")
             row |= await evaluate_adapter(fleet.store, name, fleet.job(spec), row["version"])
@@ -47,3 +52,15 @@ async def _tenant(fleet: FleetSpec, name: str) -> dict[str, Any]:
         return {"tenant": name, "error": str(error)}
     RUNTIME.board.set(name, stage="done")
     return row
+
+
+async def _train(fleet: FleetSpec, name: str, places: asyncio.Semaphore) -> dict[str, Any]:
+    """Trains the tenant; it has one of the places until its job is open."""
+    with contextlib.ExitStack() as place:
+        await places.acquire()
+        place.callback(places.release)
+        RUNTIME.starting[name] = place.close
+        try:
+            return await train_tenant(fleet, name, evaluation="inline")
+        finally:
+            RUNTIME.starting.pop(name, None)

@@ -33,6 +33,7 @@ async def train_tenant(
         with tracker() as tracking:
             job = await Job.open(fleet, tenant, pool, tracking, board)
             board.set(tenant, step=job.step, stage="resumed" if job.step else "started")
+            RUNTIME.started(tenant)
             try:
                 await _train(job, evaluation)
             except BaseException as error:

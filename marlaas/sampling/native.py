@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from marlaas.attention import DecodeAttention, KeyValueCache, PartsAttention
+from marlaas.attention import KeyValueCache, PartsAttention
 from marlaas.errors import AdapterMissing, MarlaasError, RequestError
 from marlaas.lora import LoraBatch, PagedAdapters, Segment
 from marlaas.models import BaseModel
@@ -29,6 +29,7 @@ from marlaas.sampling.queue import FairQueue
 
 PREFILL_TOKENS = 1024  # new tokens of one step, so that rows which decode do not wait long for others' prompts
 _ROWS_OF_A_COLD_REQUEST = 2
+_CALIBRATION = "calibration"
 _CALIBRATION_RUNS = 3
 _CALIBRATION_POSITION = 64
 _ENOUGH_THROUGHPUT = 0.9  # of the best
@@ -76,36 +77,38 @@ class NativeSampler:
 
     @torch.inference_mode()
     def calibrate(self) -> None:
-        """Measures decoding passes of different sizes, and sets `shared_places` accordingly.
+        """Measures decoding steps of different sizes, and sets `shared_places` accordingly. Nothing may be queued.
 
-        Where a pass costs as much per row however full it is, places beyond some number only make everybody's passes
+        Where a step costs as much per row however full it is, places beyond some number only make everybody's passes
         longer, and whoever asks for most of them gets most of the device. So tenants who compete share the fewest
         places that give nearly all of the throughput; a tenant by itself has them all.
         """
         if self._cpu is not None:
             self._cpu.calibrate(self._calibration_position)
         sizes = [n for n in (2**k for k in range(16)) if n < self._cache.rows] + [self._cache.rows]
-        rates = {size: size / min(self._decode_seconds(size) for _ in range(_CALIBRATION_RUNS)) for size in sizes}
+        rates = {size: size / self._decode_seconds(size) for size in sizes}
         enough = _ENOUGH_THROUGHPUT * max(rates.values())
         self.shared_places = min(size for size, rate in rates.items() if rate >= enough)
 
     @property
     def _calibration_position(self) -> int:
-        return min(_CALIBRATION_POSITION, self._cache.tokens - 1)
+        return max(1, min(_CALIBRATION_POSITION, self._cache.tokens - 1 - _CALIBRATION_RUNS))
 
     def _decode_seconds(self, rows: int) -> float:
-        started = time.perf_counter()
-        if self._cpu is not None:
-            what = FlatPass.decoding(rows, self._calibration_position)
-            logits = self._cpu.logits(what, list(what.last))
-        else:
-            device = self.base.transformer.device
-            tokens = torch.zeros(rows, dtype=torch.long, device=device)
-            positions = torch.full((rows,), self._calibration_position, device=device)
-            attend = DecodeAttention(self._cache, torch.arange(rows, device=device), positions)
-            logits = self.base.transformer.logits(self.base.transformer.hidden_states(tokens, positions, attend, None))
-        float(logits[:, 0].sum())  # waits for the device
-        return time.perf_counter() - started
+        """What a step takes that gives so many rows of the base their next token."""
+        prompt, tokens = (0,) * self._calibration_position, _CALIBRATION_RUNS + 1
+        for seed in range(rows):
+            drawn = SamplingRequest(_CALIBRATION, prompt, None, Decoding.SAMPLE, tokens, frozenset(), seed=seed)
+            self.submit(drawn, lambda outcome: None)
+        seconds = []
+        while self.busy:
+            started = time.perf_counter()
+            self.step()
+            seconds.append(time.perf_counter() - started)
+        self.queue.forget(_CALIBRATION)
+        del self.counts[_CALIBRATION]
+        self.scheduling_seconds = 0.0
+        return min(seconds[1:])  # the first one is the prompt's
 
     @property
     def busy(self) -> bool:
