@@ -184,8 +184,8 @@ class Tracker:
         )
 
     def _lose(self, entry: _StepLog, reason: str) -> None:
-        self.lost_steps += 1
         logger.warning("MLflow at %s: metrics of %s are lost: %s", self.tracking_uri, entry.label, reason)
+        self.lost_steps += 1  # after the warning: whoever sees the count finds the reason in the log
 
     def _experiment(self, tenant: str) -> Experiment:
         name = f"marlaas/{tenant}"
