@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from prefect.events.worker import EventsWorker
@@ -54,14 +55,10 @@ class _Shared:
 
 @dataclass
 class Runtime:
-    """One a process, for flows in any of its event loops. `progress` gets the lines that say what is prepared.
-
-    starting: what to call when a tenant's job is open.
-    """
+    """One a process, for flows in any of its event loops. `progress` gets the lines that say what is prepared."""
 
     board: Board = field(default_factory=Board)
     progress: Progress = lambda line: None
-    starting: dict[str, Callable[[], None]] = field(default_factory=dict)
     _pools: dict[str, _Shared] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _opener: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "marlaas-opening"))
@@ -94,13 +91,11 @@ class Runtime:
                 if shared.pool is not None:
                     await shared.pool.close()
 
-    def started(self, tenant: str) -> None:
-        """Tells whoever waits for it that the tenant's job is open."""
-        if tenant in self.starting:
-            self.starting.pop(tenant)()
-
 
 RUNTIME = Runtime()
+
+STARTED: ContextVar[Callable[[], None]] = ContextVar("marlaas_started", default=lambda: None)
+"""What a tenant's flow calls when its job is open, or waits to be admitted; once or more."""
 
 
 def send_events(seconds: float) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from prefect import flow
 
 from flows.evaluate_adapter import evaluate_adapter
-from flows.runtime import RUNTIME
+from flows.runtime import RUNTIME, STARTED
 from flows.train_tenant import train_tenant
 from marlaas.errors import MarlaasError
 from marlaas.specs import FleetSpec
@@ -55,12 +55,9 @@ async def _tenant(fleet: FleetSpec, name: str, places: asyncio.Semaphore) -> dic
 
 
 async def _train(fleet: FleetSpec, name: str, places: asyncio.Semaphore) -> dict[str, Any]:
-    """Trains the tenant; it has one of the places until its job is open."""
+    """Trains the tenant; it has one of the places until its job is open, or waits for more than a place."""
     with contextlib.ExitStack() as place:
         await places.acquire()
         place.callback(places.release)
-        RUNTIME.starting[name] = place.close
-        try:
-            return await train_tenant(fleet, name, evaluation="inline")
-        finally:
-            RUNTIME.starting.pop(name, None)
+        STARTED.set(place.close)
+        return await train_tenant(fleet, name, evaluation="inline")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from prefect import flow
 from prefect.artifacts import acreate_markdown_artifact
 
-from flows.runtime import RUNTIME, tracker
+from flows.runtime import RUNTIME, STARTED, tracker
 from marlaas.errors import JobTaken
 from marlaas.jobs import Job, RolloutRef
 from marlaas.specs import FleetSpec
@@ -31,9 +31,9 @@ async def train_tenant(
     board.add(tenant, spec.steps)
     async with RUNTIME.pool(fleet.model, fleet.pool) as pool:
         with tracker() as tracking:
-            job = await Job.open(fleet, tenant, pool, tracking, board)
+            job = await Job.open(fleet, tenant, pool, tracking, board, STARTED.get())
             board.set(tenant, step=job.step, stage="resumed" if job.step else "started")
-            RUNTIME.started(tenant)
+            STARTED.get()()
             try:
                 await _train(job, evaluation)
             except BaseException as error:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from marlaas.checkpoints import decode_state
@@ -73,8 +73,18 @@ class Job:
         self._stages: list[StageRecord] = []
 
     @classmethod
-    async def open(cls, fleet: FleetSpec, tenant: str, pool: Pool, tracker: Tracker, board: Board) -> Job:
+    async def open(
+        cls,
+        fleet: FleetSpec,
+        tenant: str,
+        pool: Pool,
+        tracker: Tracker,
+        board: Board,
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> Job:
         """Records the job, or finds it and restores its last committed step. Takes a slot in the pool.
+
+        on_wait: called each time that the pool says why the job is not admitted yet.
 
         A job whose environment does not open is not recorded. Raises SpecError if the job was started with another
         spec; whatever it raises, nothing stays open.
@@ -90,8 +100,12 @@ class Job:
             record = JobRecord(model=fleet.model, pool=fleet.pool, tenant=spec, base_fingerprint=pool.base_fingerprint)
             await asyncio.to_thread(_claim, job.store, job.layout, record)
             state = await asyncio.to_thread(job._restore)
-            waiting = partial(board.set, tenant, stage="waiting")
-            job.version = await pool.open_job(job.name, spec, state, lambda reason: waiting(note=reason))
+
+            def wait(reason: str) -> None:
+                board.set(tenant, stage="waiting", note=reason)
+                on_wait()
+
+            job.version = await pool.open_job(job.name, spec, state, wait)
             board.set(tenant, note="")
             undo.push_async_callback(pool.close_job, job.name)
             job.run = await asyncio.to_thread(job._track, tracker)

@@ -23,11 +23,11 @@ from prefect.client.schemas.filters import (
     TaskRunFilterFlowRunId,
 )
 
-from flows.train_fleet import train_fleet
+from flows.train_fleet import STARTS, train_fleet
 from marlaas.checkpoints import decode_state
 from marlaas.errors import MarlaasError
 from marlaas.models import load_base_model
-from storage import JobLayout, committed_steps, decode_rollouts, list_adapters
+from storage import JobLayout, committed_steps, decode_rollouts, list_adapters, read_commits
 
 # What is in the store
 
@@ -283,3 +283,17 @@ def test_a_fleet_without_evaluation_trains_on_all_examples_and_writes_no_report(
     assert row["version"] == 1
     assert "greedy" not in row
     assert not list((tmp_path / "store").rglob("evaluations"))
+
+
+def test_a_tenant_of_high_priority_is_admitted_next_however_many_wait_before_it(fleet_of, run_flow, tmp_path):
+    """More tenants wait than open their jobs at once, and the urgent one is the last of the file."""
+    names = [f"t{i}" for i in range(STARTS + 2)]
+    tenants = [{"name": name, "steps": 10, "seed": i} for i, name in enumerate(names)]
+    tenants[-1]["quota"] = {"priority": 5}
+    fleet = fleet_of("urgent", tmp_path, tenants, **SMALL | {"evaluation": {"enabled": False}})
+    fleet = fleet.model_copy(update={"pool": fleet.pool.model_copy(update={"max_jobs": 1})})
+    rows = run_flow(train_fleet(fleet))
+    assert all("error" not in row for row in rows), rows
+    store = fleet.store.open()
+    ended = {name: read_commits(store, JobLayout(name, "urgent"))[-1].created_at for name in names}
+    assert names[-1] in sorted(names, key=ended.__getitem__)[:2], "only the first to come may be before it"
