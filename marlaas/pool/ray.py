@@ -19,6 +19,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from typing import Any
 
+import tenacity
+
 from marlaas.errors import AdapterMissing, JobNotOpen, MarlaasError, PoolClosed
 from marlaas.models import Progress
 from marlaas.pool.actors import CLIENT_SECONDS, DeviceInfo, Trained, ray_module
@@ -341,20 +343,24 @@ def connect(address: str) -> None:
     with _connecting:
         if _connections == 0 and not ray.is_initialized():
             try:
-                for attempt in range(1, _CONNECT_ATTEMPTS + 1):
-                    try:
-                        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
-                        break
-                    except ConnectionAbortedError:  # it answered, but its server for this client was late to start
-                        if attempt == _CONNECT_ATTEMPTS:
-                            raise
-                        logger.warning("the Ray cluster %s answered, but gave no server; asking again", address)
+                _initialize(address)
             except Exception as error:  # Ray raises many kinds for an address where nothing answers
                 first = str(error).strip().splitlines()[-1]
                 raise MarlaasError(
                     f"pool.address: {address} is not a Ray cluster that can be reached: {first}"
                 ) from error
         _connections += 1
+
+
+@tenacity.retry(
+    retry=tenacity.retry_if_exception_type(ConnectionAbortedError),
+    stop=tenacity.stop_after_attempt(_CONNECT_ATTEMPTS),
+    before_sleep=tenacity.before_sleep_log(logger, logging.WARNING),
+    reraise=True,
+)
+def _initialize(address: str) -> None:
+    """Connects; a cluster under load answers, but aborts when its server for this client is late to start."""
+    ray_module().init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
 
 
 def disconnect() -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from threading import Barrier
 from typing import Any
@@ -145,26 +145,32 @@ class CpuPasses:
         return self._logits(what, rows, len(what.tokens) <= self.small)
 
     def _logits(self, what: FlatPass, rows: Sequence[Row], whole: bool) -> torch.Tensor:
+        parts = list(what.split(torch.get_num_threads()))
         if not whole:
             last = torch.tensor([what.last[row] for row in rows])
-            return self._transformer.logits(self._by_threads(self._hidden_states, what)[last])
-        logits = self._by_threads(self._forward, what)
-        places = {row: place for place, row in enumerate(what.last)}
-        order = [places[row] for row in rows]
-        return logits if order == list(range(len(logits))) else logits[torch.tensor(order)]
-
-    def _by_threads(self, compute: Callable[[FlatPass, Any], torch.Tensor], what: FlatPass) -> torch.Tensor:
-        """What is computed of the pass, concatenated. Each of torch's threads takes its own rows through all layers."""
-        parts = [(part, self._lora(part.segments)) for part in what.split(torch.get_num_threads())]
+            return self._transformer.logits(torch.cat(self._by_threads(self._hidden_states, parts))[last])
+        found = self._by_threads(partial(self._forward, rows=rows), parts)
         if len(parts) == 1:
-            return compute(*parts[0])
+            return found[0]
+        logits = torch.empty(len(rows), found[0].shape[1])
+        for part, of_part in zip(parts, found, strict=True):
+            logits[[place for place, row in enumerate(rows) if row in part.last]] = of_part
+        return logits
+
+    def _by_threads(
+        self, compute: Callable[[FlatPass, Any], torch.Tensor], parts: Sequence[FlatPass]
+    ) -> list[torch.Tensor]:
+        """What is computed of each part; each of torch's threads takes one's rows through all layers."""
+        with_lora = [(part, self._lora(part.segments)) for part in parts]
+        if len(parts) == 1:
+            return [compute(*with_lora[0])]
         if self._threads is None:
             self._threads = _threads_of_their_own(torch.get_num_threads())
-        return torch.cat(list(self._threads.map(lambda part: compute(*part), parts)))
+        return list(self._threads.map(lambda part: compute(*part), with_lora))
 
-    def _forward(self, what: FlatPass, lora: Any) -> torch.Tensor:
-        """Logits `[rows, V]`, fp32, of the rows in the order of `what.last`."""
-        last = np.array(list(what.last.values()), dtype=np.int64)
+    def _forward(self, what: FlatPass, lora: Any, rows: Sequence[Row]) -> torch.Tensor:
+        """Logits `[N, V]`, fp32, of those of the rows that are in the part, in their order."""
+        last = np.array([what.last[row] for row in rows if row in what.last], dtype=np.int64)
         batch = what.tokens, what.positions, what.rows, last
         return torch.from_numpy(self._step.forward(self._weights, lora, self._keys, self._values, *batch))
 

@@ -24,18 +24,8 @@ from marlaas_kernels.cpu.model import (
     rope_tables,
     turn_heads,
 )
-from marlaas_kernels.cpu.primitives import FAST, as_float, from_float, vector
+from marlaas_kernels.cpu.primitives import FAST, from_float, vector, widened
 from marlaas_kernels.cpu.tiles import factor
-
-
-@njit(**FAST)
-def _wide(x_TI: np.ndarray) -> np.ndarray:
-    """The elements as fp32."""
-    out = np.empty(x_TI.shape, dtype=np.float32)
-    for t in range(x_TI.shape[0]):
-        for i in range(x_TI.shape[1]):
-            out[t, i] = as_float(x_TI[t, i])
-    return out
 
 
 @njit(**FAST)
@@ -49,13 +39,12 @@ def _with_adapters(
     weights: Weights, adapters: Adapters, layer: int, site: int, x_TI: np.ndarray, y_TO: np.ndarray
 ) -> np.ndarray:
     """fp32 `[T, O]`: y and the adapters' deltas."""
-    wide = _wide(y_TO)
+    wide = widened(y_TO)
     if len(adapters.segments_GK):
         shrunk = np.empty((x_TI.shape[0], adapters.widest), dtype=np.float32)
         sites_AS = adapters.sites_ALSF[:, layer, site]
-        add_lora(
-            factor(x_TI, weights.like), wide, shrunk, adapters.segments_GK, adapters.scale_G, sites_AS, weights.like
-        )
+        x = factor(x_TI, weights.like)
+        add_lora(x, wide, shrunk, adapters.segments_GK, adapters.scale_G, sites_AS, weights.like)
     return wide
 
 

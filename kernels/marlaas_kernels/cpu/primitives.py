@@ -107,6 +107,16 @@ def _from_float(value: Any, like: Any) -> Any:
     return bits if like.dtype == types.uint16 else itself
 
 
+@njit(**FAST)
+def widened(x_TI: np.ndarray) -> np.ndarray:
+    """A matrix's elements as fp32."""
+    out = np.empty(x_TI.shape, dtype=np.float32)
+    for t in range(x_TI.shape[0]):
+        for i in range(x_TI.shape[1]):
+            out[t, i] = as_float(x_TI[t, i])
+    return out
+
+
 @njit(inline="always", **FAST)
 def matrix(address: int, rows: int, columns: int, like: np.ndarray) -> np.ndarray:
     """The matrix `[rows, columns]`, of `like`'s element type, at an address."""

@@ -17,7 +17,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from marlaas_kernels.cpu.primitives import FAST, as_float, from_float
+from marlaas_kernels.cpu.primitives import FAST, as_float, from_float, widened
 
 LANES = 16
 _AHEAD = 2  # tiles; memory is read at its speed only if asked for early
@@ -258,11 +258,7 @@ def _factor(x_TI: Any, like: Any) -> Any:
         return x_TI
 
     def wide(x_TI: Any, like: Any) -> Any:
-        out = np.empty(x_TI.shape, dtype=np.float32)
-        for t in range(x_TI.shape[0]):
-            for i in range(x_TI.shape[1]):
-                out[t, i] = as_float(x_TI[t, i])
-        return out
+        return widened(x_TI)
 
     def rounded(x_TI: Any, like: Any) -> Any:
         out = np.empty(x_TI.shape, dtype=np.uint16)
